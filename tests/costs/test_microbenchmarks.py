@@ -1,7 +1,7 @@
-"""Profiles measured on a device of ours, of which all is known: what is measured must be what it is made of.
+"""Microbenchmarks measure the properties of a simulated device.
 
-It runs what is launched at once, on paper: a launch ends an edge after the last one on its lane, or an edge between
-lanes after an event that its lane waits for, whichever is later, and not before the front end has got to it.
+A launch starts an edge after the last one on its stream, or an edge between streams after an event that its stream
+waits for, whichever is later, and not before the front end has issued it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ OURS = replace(
 )
 
 Event = tuple[int, float]
-"""A lane, and when what was launched on it so far has ended, µs."""
+"""A stream, and when its last launch ends, µs."""
 
 
 class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs ops on tensors without data; a graph is how long it takes, µs."""
+    """Adds up the times of ops on meta tensors; a graph is its duration, µs."""
 
     def __init__(self, profile: DeviceProfile) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -73,7 +73,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return 2 * rows * inner * columns / self.profile.flops[str(args[0].dtype).removeprefix("torch.")]
         return 0.0
 
-    # What stands in for autostream.runtime
+    # In place of autostream.runtime
 
     def capture(self, run: Callable[[], object], stream: object) -> tuple[Any, None]:
         self._begin()
@@ -106,10 +106,10 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         yield
         self.current = 0
 
-    # What stands in for clocks
+    # In place of clocks
 
     def replay_us(self, graph: Any) -> float:
-        """The first time, somebody else has the device as well."""
+        """The first replay is disturbed."""
         us, graph.disturbed_us = graph.us + graph.disturbed_us, 0.0
         return float(us)
 
@@ -119,7 +119,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[DeviceProfile], DeviceProfile]:
-    """Measures a device that is like this, of which nothing is known but its size."""
+    """Measures a simulated device with these properties."""
 
     def measure(profile: DeviceProfile) -> DeviceProfile:
         device = Device(profile)
@@ -139,57 +139,37 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[DeviceProfile], Devic
 Measured = Callable[[DeviceProfile], DeviceProfile]
 
 
-def test_edges_are_what_the_device_is_made_of(measured: Measured) -> None:
-    found = measured(OURS)
+def test_all_properties_of_a_device_are_measured(measured: Measured) -> None:
+    found, l4 = measured(OURS), profile_named("l4")
     assert found.same_stream_edge_us == pytest.approx(1.0)
     assert found.cross_stream_edge_us == pytest.approx(1.75)
     assert found.per_stream_us == pytest.approx(0.25, abs=1e-3)
     assert found.dispatch_us == pytest.approx(0.1875)
     assert found.launch_us == pytest.approx(4.0)
-    assert found.source == "measured"
-
-
-def test_a_replay_takes_what_is_left_of_a_chain_without_its_edges(measured: Measured) -> None:
-    """Between 60 kernels there are 59 edges; the first one starts when the front end has got to it."""
-    assert measured(OURS).replay_us == pytest.approx(1.5 - 1.0 + 0.1875)
-    assert measured(replace(OURS, replay_us=0.0)).replay_us == 0.0, "a little less than nothing is nothing"
-
-
-def test_a_fork_and_a_join_cost_what_a_side_stream_makes_a_stage_longer(measured: Measured) -> None:
-    """Two edges between streams in the place of two within one, a half for each.
-
-    k ┬ k ┬ k
-      └ k ┘
-    """
-    found = measured(OURS)
+    # A chain of n kernels has n - 1 edges; the front end issues the first kernel.
+    assert found.replay_us == pytest.approx(1.5 - 1.0 + 0.1875)
+    # A side stream replaces two edges within a stream by two between streams, one each for fork and join.
     assert found.fork_us == found.join_us == pytest.approx(1.75 - 1.0)
-
-
-def test_a_front_end_that_does_not_hold_up_chains_is_taken_for_as_fast_as_one_needs(measured: Measured) -> None:
-    """Eight chains side by side are as long as one: an eighth of an edge for each kernel is all that is seen."""
-    assert measured(replace(OURS, dispatch_us=0.01)).dispatch_us == pytest.approx(1.0 / 8)
-
-
-def test_edges_between_streams_are_no_shorter_than_within_one(measured: Measured) -> None:
-    """Each kernel of a ladder waits for its own stream too."""
-    found = measured(replace(OURS, cross_stream_edge_us=0.5, per_stream_us=0.0, dispatch_us=0.01))
-    assert found.cross_stream_edge_us == found.same_stream_edge_us == pytest.approx(1.0)
-    assert found.fork_us == pytest.approx(0.0)
-    assert found.per_stream_us == pytest.approx(0.0)
-
-
-def test_rates_are_those_of_large_copies_and_products(measured: Measured) -> None:
-    """They come with the replay, which takes a hundredth of their time."""
-    found = measured(OURS)
+    # The overhead of the replay is a hundredth of these times.
     assert found.bandwidth == pytest.approx(4e6, rel=0.02)
     assert {name: found.flops[name] for name in OURS.flops} == pytest.approx(dict(OURS.flops), rel=0.02)
-
-
-def test_what_cannot_be_measured_stays_as_it_was_looked_up(measured: Measured) -> None:
-    found, l4 = measured(OURS), profile_named("l4")
+    assert found.source == "measured"
     assert (found.name, found.multiprocessors, found.cache_bytes) == (l4.name, l4.multiprocessors, l4.cache_bytes)
     assert found.kernel_us == l4.kernel_us
     assert found.flops["float8_e4m3fn"] == l4.flops["float8_e4m3fn"]
+
+
+def test_bounds_of_measured_properties(measured: Measured) -> None:
+    """An edge between streams is no shorter than one within a stream, as each kernel of a ladder waits for both.
+
+    A front end that does not delay eight chains shows as an eighth of an edge.
+    """
+    found = measured(replace(OURS, cross_stream_edge_us=0.5, per_stream_us=0.0, dispatch_us=0.01, replay_us=0.0))
+    assert found.cross_stream_edge_us == found.same_stream_edge_us == pytest.approx(1.0)
+    assert found.fork_us == pytest.approx(0.0)
+    assert found.per_stream_us == pytest.approx(0.0)
+    assert found.replay_us == 0.0
+    assert found.dispatch_us == pytest.approx(1.0 / 8)
 
 
 @pytest.mark.gpu

@@ -1,19 +1,18 @@
-"""Which share of a GPU kernels keep busy, and how a captured graph tells about them.
+"""The share of a GPU that kernels keep busy, and the kernels of a captured graph.
 
-A driver of ours stands in for CUDA's. Its graph is a list of launches, and a handle is a position in it, from 1.
+A stand-in reoffsets the CUDA driver. Its graph is a list of launches, and a handle is a position in it, from 1.
 """
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from math import sqrt
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autostream.costs import occupancy
@@ -29,31 +28,25 @@ kernels = st.builds(Kernel, blocks=st.integers(0, 10**6), resident=st.integers(0
     ("blocks", "resident", "share"),
     [
         (100, 1, 1.0),  # one wave, and one block is all that fits
-        (100, 4, 0.7 + 0.3 / 4),  # on each one block of four
+        (100, 4, 0.7 + 0.3 / 4),  # one block of four on each
         (400, 4, 1.0),
         (10**6, 4, 1.0),
-        (25, 1, 0.5 * (0.7 + 0.3 / 4)),  # on a quarter of them: half of what they share
+        (25, 1, 0.5 * (0.7 + 0.3 / 4)),  # on a quarter of them
         (1, 10, 0.1 * (0.7 + 0.3 / 1000)),
+        (0, 0, 0.1 * 0.703),
     ],
 )
-def test_a_share_is_of_multiprocessors_with_a_block_first_then_of_blocks(
+def test_the_share_depends_on_multiprocessors_with_a_block_and_on_waves(
     blocks: int, resident: int, share: float
 ) -> None:
     assert busy_share(Kernel(blocks, resident), 100) == pytest.approx(share)
 
 
-def test_what_cannot_be_but_was_launched_has_a_share() -> None:
-    assert busy_share(Kernel(0, 0), 100) == busy_share(Kernel(1, 1), 100) == pytest.approx(sqrt(1 / 100) * 0.703)
-
-
 @given(kernels, st.integers(1, 200))
-def test_shares_stay_in_their_range(kernel: Kernel, multiprocessors: int) -> None:
-    assert 0 < busy_share(kernel, multiprocessors) <= 1
-
-
-@given(kernels, st.integers(1, 200))
-def test_more_blocks_fill_no_less_and_more_room_no_more(kernel: Kernel, multiprocessors: int) -> None:
+@settings(max_examples=50)
+def test_shares_are_in_range_and_monotonic(kernel: Kernel, multiprocessors: int) -> None:
     share = busy_share(kernel, multiprocessors)
+    assert 0 < share <= 1
     assert busy_share(kernel._replace(blocks=2 * kernel.blocks), multiprocessors) >= share
     assert busy_share(kernel._replace(resident=2 * kernel.resident), multiprocessors) <= share
     assert busy_share(kernel, 2 * multiprocessors) <= share
@@ -64,7 +57,7 @@ def test_more_blocks_fill_no_less_and_more_room_no_more(kernel: Kernel, multipro
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel's node; newer libraries launch kernels that are not yet functions."""
+    """A kernel node; newer libraries launch kernels by another handle than functions."""
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -73,19 +66,19 @@ class Launch:
 
 
 COPY = None
-"""A node that is no kernel."""
+"""A node that is not a kernel."""
 
 FUNCTIONS = 1000
 """The function of node 1 is 1001."""
 
 
 class Driver:
-    """Answers as CUDA's driver does, through pointers; every error is 1."""
+    """Answers through pointers as the CUDA driver does; every error is 1."""
 
     def __init__(self, *nodes: Launch | None, failing: str = "") -> None:
         self.nodes = nodes
         self.failing = failing
-        self.asked: list[tuple[int, int, int]] = []
+        self.queries: list[tuple[int, int, int]] = []
 
     def answer(self, name: str) -> int:
         return int(name == self.failing)
@@ -122,7 +115,7 @@ class Driver:
     def cuOccupancyMaxActiveBlocksPerMultiprocessor(  # noqa: N802
         self, resident: Any, function: Any, threads: Any, shared_bytes: Any
     ) -> int:
-        self.asked.append((function.value, threads.value, shared_bytes.value))
+        self.queries.append((function.value, threads.value, shared_bytes.value))
         resident._obj.value = 2048 // threads.value
         return self.answer("cuOccupancyMaxActiveBlocksPerMultiprocessor")
 
@@ -140,11 +133,7 @@ def with_driver(monkeypatch: pytest.MonkeyPatch, driver: Driver | None) -> tuple
 def test_the_kernels_of_a_graph_are_read_from_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(RELU, COPY, PRODUCT)
     assert with_driver(monkeypatch, driver) == (Kernel(66, 4), Kernel(64, 8))
-    assert driver.asked == [(1001, 512, 0), (1003, 256, 100_000)]
-
-
-def test_a_graph_of_nothing_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert with_driver(monkeypatch, Driver()) == ()
+    assert driver.queries == [(1001, 512, 0), (1003, 256, 100_000)]
 
 
 @pytest.mark.parametrize(
@@ -157,12 +146,9 @@ def test_a_graph_of_nothing_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> N
         "cuOccupancyMaxActiveBlocksPerMultiprocessor",
     ],
 )
-def test_what_the_driver_refuses_is_not_known(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+def test_kernels_are_unknown_if_the_driver_fails_or_is_missing(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     assert with_driver(monkeypatch, Driver(RELU, PRODUCT, failing=function)) == ()
-
-
-def test_without_a_driver_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert with_driver(monkeypatch, None) == ()
+    assert with_driver(monkeypatch, Driver()) == with_driver(monkeypatch, None) == ()
 
 
 def _not_kept() -> int:
@@ -170,13 +156,13 @@ def _not_kept() -> int:
 
 
 @pytest.mark.parametrize("graph", [SimpleNamespace(), SimpleNamespace(raw_cuda_graph=_not_kept)], ids=["old", "gone"])
-def test_of_a_graph_that_does_not_tell_nothing_is_known(monkeypatch: pytest.MonkeyPatch, graph: Any) -> None:
+def test_kernels_are_unknown_if_the_graph_cannot_be_read(monkeypatch: pytest.MonkeyPatch, graph: Any) -> None:
     monkeypatch.setattr(occupancy, "_driver", lambda: Driver(RELU))
     assert kernels_of(graph) == ()
 
 
 @pytest.mark.parametrize("library", [None, SimpleNamespace()], ids=["no driver", "old driver"])
-def test_a_driver_that_lacks_what_is_asked_counts_as_none(monkeypatch: pytest.MonkeyPatch, library: Any) -> None:
+def test_a_missing_or_old_driver_is_none(monkeypatch: pytest.MonkeyPatch, library: Any) -> None:
     def load(name: str) -> Any:
         if library is None:
             raise OSError(f"{name}: cannot open shared object file")
@@ -186,11 +172,11 @@ def test_a_driver_that_lacks_what_is_asked_counts_as_none(monkeypatch: pytest.Mo
     assert occupancy._driver.__wrapped__() is None
 
 
-def test_parameters_lie_where_the_driver_puts_them() -> None:
+def test_the_parameters_have_the_layout_of_the_drivers_struct() -> None:
     """``CUDA_KERNEL_NODE_PARAMS_v2`` of cuda.h: a pointer, seven numbers of 4 bytes, then pointers, aligned to 8."""
-    places = {name: getattr(occupancy._Parameters, name).offset for name, *_ in occupancy._Parameters._fields_}
-    assert (places["grid_x"], places["block_x"], places["shared_bytes"]) == (8, 20, 32)
-    assert (places["arguments"], places["kernel"]) == (40, 56)
+    offsets = {name: getattr(occupancy._Parameters, name).offset for name, *_ in occupancy._Parameters._fields_}
+    assert (offsets["grid_x"], offsets["block_x"], offsets["shared_bytes"]) == (8, 20, 32)
+    assert (offsets["arguments"], offsets["kernel"]) == (40, 56)
     assert ctypes.sizeof(occupancy._Parameters) == 72
 
 

@@ -1,4 +1,4 @@
-"""How long a replay takes, by events that tell what a test wants them to."""
+"""The time of a replay, with simulated events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autostream.costs.replay_time import replay_us
 
 
 class Graph:
-    """Its replays take so many ms, one after the other."""
+    """A graph whose replays take these times, ms."""
 
     def __init__(self, *times_ms: float) -> None:
         self.times_ms = iter(times_ms)
@@ -24,7 +24,7 @@ class Graph:
 
 @pytest.fixture
 def on_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Graph]]:
-    """Events read the time of the graph in this list."""
+    """A list for the graph whose time events read."""
     graphs: list[Graph] = []
 
     class Event:
@@ -38,15 +38,15 @@ def on_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Graph]]:
             graphs[0].waited_ms = self.at_ms
 
         def elapsed_time(self, after: Any) -> float:
-            assert after.at_ms <= graphs[0].waited_ms, "until they are waited for, events have not happened"
+            assert after.at_ms <= graphs[0].waited_ms, "the event has not been waited for"
             return float(after.at_ms - self.at_ms)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     yield graphs
-    assert next(graphs[0].times_ms, None) is None, "it is replayed once to upload it and five times by the clock"
+    assert next(graphs[0].times_ms, None) is None, "one replay uploads it, five are timed"
 
 
-def test_the_median_of_five_replays_counts_and_the_first_one_does_not(on_clock: list[Graph]) -> None:
+def test_the_median_of_five_replays_counts_without_the_first_one(on_clock: list[Graph]) -> None:
     on_clock.append(Graph(900.0, 3.0, 1.0, 2.0, 80.0, 2.5))
     assert replay_us(on_clock[0]) == pytest.approx(2500.0)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""What the device that is here is and costs: known from earlier, or measured and kept, and never measured twice."""
+"""Profiles and costs of this machine: from the cache, else measured and cached, and never measured twice."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from torch import nn
 
 from autostream import optimize
-from autostream import store as keeping
-from autostream.costs import measured
-from autostream.costs import this_device as here
+from autostream import store as stores
+from autostream.costs import measured, this_device
 from autostream.costs.cache import load, path_of, save
 from autostream.costs.device import profile_named, profile_of
 from autostream.costs.measured import METHOD
@@ -37,22 +35,18 @@ MEASURED = replace(UNKNOWN, bandwidth=1e6, source="measured")
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty cache, in a process that has warned of nothing yet."""
+    """An empty cache, in a process that has logged no warning yet."""
     folder = tmp_path / "costs"
     monkeypatch.setenv("AUTOSTREAM_CACHE_DIR", str(folder))
-    keeping._warn_once.cache_clear()
+    stores._warn_once.cache_clear()
     return folder
-
-
-def _obstruct(folder: Path) -> None:
-    folder.write_text("a file in its place")
 
 
 # Profiles
 
 
 class _Device:
-    """The GPU of this machine, as it is looked up, and how often it was measured."""
+    """The GPU of this machine: its profile without measuring, and how often it was measured."""
 
     def __init__(self, looked_up: DeviceProfile) -> None:
         self.looked_up = looked_up
@@ -71,114 +65,84 @@ class _Device:
         return replace(looked_up, bandwidth=1e6, source="measured")
 
 
+Install = Callable[[DeviceProfile], _Device]
+
+
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[DeviceProfile], _Device]:
-    def put_in(looked_up: DeviceProfile) -> _Device:
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    def install(looked_up: DeviceProfile) -> _Device:
         device = _Device(looked_up)
-        monkeypatch.setattr(here, "profile_of", lambda name: looked_up)
-        monkeypatch.setattr(here, "measure_profile", device.measure)
+        monkeypatch.setattr(this_device, "profile_of", lambda name: looked_up)
+        monkeypatch.setattr(this_device, "measure_profile", device.measure)
         return device
 
-    return put_in
+    return install
 
 
-PutIn = Callable[[DeviceProfile], _Device]
-
-
-def test_a_cpu_is_looked_up(folder: Path) -> None:
-    _obstruct(folder)
+def test_the_profile_of_a_cpu_is_not_cached(folder: Path) -> None:
+    folder.write_text("a file in place of the folder")
     assert profile_here("cpu") == (profile_of("cpu"), ())
 
 
-def test_a_known_gpu_has_its_datasheet(device: PutIn, folder: Path) -> None:
-    known = device(H200)
+def test_a_known_gpu_is_measured_only_if_asked(install: Install, folder: Path) -> None:
+    device = install(H200)
     assert profile_here(GPU) == (H200, ())
-    assert known.measurements == 0
+    assert device.measurements == 0
     assert not folder.exists()
-
-
-def test_an_unknown_gpu_is_measured_once(device: PutIn) -> None:
-    unknown = device(UNKNOWN)
-    assert profile_here(GPU) == profile_here(GPU) == (MEASURED, ())
-    assert unknown.measurements == 1
-
-
-def test_a_known_gpu_is_measured_when_that_is_asked_for_and_then_that_counts(device: PutIn) -> None:
-    known = device(H200)
     assert profile_anew(GPU) == profile_anew(GPU) == profile_here(GPU)
-    assert (profile_here(GPU)[0].source, known.measurements) == ("measured", 2)
+    assert (profile_here(GPU)[0].source, device.measurements) == ("measured", 2)
 
 
-def test_a_profile_is_kept_beside_what_ops_take(device: PutIn) -> None:
-    context = device(UNKNOWN).context
-    save(Measurements(context, records={"relu": {"warm_us": 2.5}}))
+def test_an_unknown_gpu_is_measured_once_by_each_method(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = install(UNKNOWN)
+    save(Measurements(device.context, records={"relu": {"warm_us": 2.5}}))
+    assert profile_here(GPU) == profile_here(GPU) == (MEASURED, ())
+    assert device.measurements == 1
+    assert load(device.context) == (Measurements(device.context, MEASURED, {"relu": {"warm_us": 2.5}}), ())
+    monkeypatch.setattr(this_device, "METHOD", METHOD + 1)
     profile_here(GPU)
-    assert load(context) == (Measurements(context, MEASURED, {"relu": {"warm_us": 2.5}}), ())
+    assert device.measurements == 2
 
 
-def test_a_profile_that_was_measured_in_another_way_does_not_count(
-    device: PutIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unknown = device(UNKNOWN)
-    profile_here(GPU)
-    monkeypatch.setattr(here, "METHOD", METHOD + 1)
-    profile_here(GPU)
-    assert unknown.measurements == 2
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("CUDA error: a word\nand more"), torch.OutOfMemoryError("a word"), ValueError("a word")]
-)
-def test_a_gpu_that_cannot_be_measured_is_guessed_and_that_is_reported(device: PutIn, error: Exception) -> None:
-    unknown = device(UNKNOWN)
-    unknown.error = error
-    profile, (decision,) = profile_here(GPU)
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: a word\nand more"), torch.OutOfMemoryError("a word")])
+def test_if_measuring_fails_the_profile_is_guessed_with_a_note(install: Install, error: Exception) -> None:
+    install(UNKNOWN).error = error
+    profile, (note,) = profile_here(GPU)
     assert profile is UNKNOWN
-    assert decision.choice == "not measured"
-    assert decision.reason.startswith("the profile of NVIDIA Z1 is guessed from its properties: measuring failed: ")
-    assert "a word" in decision.reason
-    assert "\n" not in decision.reason
+    assert note.choice == "not measured"
+    assert note.reason.startswith("the profile of NVIDIA Z1 is guessed from its properties: measuring failed: ")
+    assert "a word" in note.reason
+    assert "\n" not in note.reason
     with pytest.raises(type(error), match="a word"):
         profile_anew(GPU)
 
 
-def test_a_gpu_that_is_not_here_is_refused() -> None:
+def test_a_gpu_that_is_not_on_this_machine_is_refused() -> None:
     for profile in (profile_here, profile_anew):
         with pytest.raises(TargetError, match="'cuda:97' is not on this machine"):
             profile("cuda:97")
 
 
 @pytest.mark.parametrize(("looked_up", "profile"), [(H200, H200), (UNKNOWN, MEASURED)])
-def test_what_was_wrong_with_the_cache_is_told(
-    device: PutIn, folder: Path, looked_up: DeviceProfile, profile: DeviceProfile
-) -> None:
-    context = device(looked_up).context
+def test_a_damaged_cache_is_reported_once(install: Install, looked_up: DeviceProfile, profile: DeviceProfile) -> None:
+    context = install(looked_up).context
     path_of(context).parent.mkdir(parents=True)
     path_of(context).write_text("half of a fi")
-    found, (decision,) = profile_here(GPU)
-    assert (found, decision.choice) == (profile, "cache rebuilt")
+    found, (note,) = profile_here(GPU)
+    assert (found, note.choice) == (profile, "cache rebuilt")
     assert profile_here(GPU) == (profile, ())
 
 
-def test_a_profile_that_cannot_be_saved_though_the_cache_can_be_read_is_reported(
-    device: PutIn, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_profile_that_cannot_be_cached_is_measured_each_time(
+    install: Install, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context = device(UNKNOWN).context
+    device = install(UNKNOWN)
     folder.mkdir()
-    monkeypatch.setattr(keeping, "_PATIENCE_S", 0.0)
-    with FileLock(f"{path_of(context).parent}.lock"):
-        profile, (decision,) = profile_here(GPU)
-    assert (profile, decision.choice) == (MEASURED, "not cached")
-
-
-def test_what_cannot_be_kept_is_measured_each_time(device: PutIn, folder: Path) -> None:
-    unknown = device(UNKNOWN)
-    _obstruct(folder)
-    for _ in range(2):
-        profile, decisions = profile_here(GPU)
-        assert profile == MEASURED
-        assert {decision.choice for decision in decisions} == {"not cached"}
-    assert unknown.measurements == 2
+    monkeypatch.setattr(stores, "_PATIENCE_S", 0.0)
+    with FileLock(f"{path_of(device.context).parent}.lock"):  # the cache can be read, but not written
+        for count in (1, 2):
+            profile, (note,) = profile_here(GPU)
+            assert (profile, note.choice, device.measurements) == (MEASURED, "not cached", count)
 
 
 # Costs
@@ -186,7 +150,7 @@ def test_what_cannot_be_kept_is_measured_each_time(device: PutIn, folder: Path) 
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What ops were expected to take whenever one was timed, µs."""
+    """The expected times of all ops that are timed, µs."""
     timed: list[float] = []
 
     def timer(call: Callable[[], Any], restore: Restore, expected_us: float) -> Record:
@@ -199,72 +163,58 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def _costs(name: str, budget_s: float = 1000.0) -> tuple[Costs, list[str]]:
     case = sample(name)
-    costs, remarks = costs_here(case.program, case.graph, profile_of("cpu"), case.args(), budget_s)
-    return costs, [decision.choice for decision in remarks]
+    costs, notes = costs_here(case.program, case.graph, profile_of("cpu"), case.args(), budget_s)
+    return costs, [note.choice for note in notes]
 
 
-def test_what_was_timed_is_kept_and_not_timed_again(timed: list[float]) -> None:
-    costs, remarks = _costs("towers")
-    assert ({cost.duration_us for cost in costs.values()}, remarks) == ({2.5}, [])
-    kept, _ = load(context_of("cpu", profile_of("cpu"), METHOD))
-    assert list(kept.records.values()) == [{"warm_us": 2.5}] * len(timed)
+def _records() -> dict[str, Record]:
+    return dict(load(context_of("cpu", profile_of("cpu"), METHOD))[0].records)
+
+
+def test_ops_are_timed_once_for_all_programs(timed: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    costs, notes = _costs("normalized", budget_s=0.0)
+    assert ({cost.source for cost in costs.values()}, notes, timed) == ({"roofline"}, [], [])
+    costs, notes = _costs("normalized")
+    assert ({cost.duration_us for cost in costs.values()}, notes) == ({2.5}, [])
+    before = _records()
+    assert list(before.values()) == [{"warm_us": 2.5}] * len(timed)
     timed.clear()
-    assert _costs("towers") == (costs, [])
+    assert _costs("normalized") == (costs, [])
     assert timed == []
-
-
-def test_another_program_times_only_what_is_new_in_it(timed: list[float]) -> None:
-    _costs("normalized")
-    context = context_of("cpu", profile_of("cpu"), METHOD)
-    before = load(context)[0].records
-    timed.clear()
     _costs("several")
-    after = load(context)[0].records
-    assert len(timed) == len(after) - len(before)
-    assert before.items() <= after.items()
+    assert len(timed) == len(_records()) - len(before)
+    assert before.items() <= _records().items()
+    timed.clear()
+    monkeypatch.setattr(this_device, "METHOD", METHOD + 1)
+    _costs("normalized")
+    assert len(timed) == len(before)
 
 
-def test_what_was_measured_in_another_way_does_not_count(timed: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    _costs("views")
-    once = len(timed)
-    monkeypatch.setattr(here, "METHOD", METHOD + 1)
-    _costs("views")
-    assert len(timed) == 2 * once
-
-
-def test_what_there_was_no_time_for_is_timed_the_next_time(timed: list[float]) -> None:
-    costs, remarks = _costs("views", budget_s=0.0)
-    assert ({cost.source for cost in costs.values()}, remarks, timed) == ({"roofline"}, [], [])
-    assert {cost.source for cost in _costs("views")[0].values()} == {"measured"}
-
-
-def test_where_measuring_fails_costs_are_estimates_and_that_is_told(
-    timed: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_if_measuring_fails_costs_are_estimates_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any) -> None:
         raise TypeError("no key for this")
 
-    monkeypatch.setattr(here, "measure", fails)
+    monkeypatch.setattr(this_device, "measure", fails)
     case = sample("towers")
-    costs, (remark,) = costs_here(case.program, case.graph, profile_of("cpu"), case.args(), 1000.0)
+    costs, (note,) = costs_here(case.program, case.graph, profile_of("cpu"), case.args(), 1000.0)
     assert costs == price(case.graph, profile_of("cpu"))
-    assert remark.choice == "not measured"
-    assert remark.reason == "costs are estimates, for measuring failed: TypeError: no key for this"
+    assert note.choice == "not measured"
+    assert note.reason == "costs are estimates, for measuring failed: TypeError: no key for this"
 
 
-def test_costs_that_cannot_be_kept_are_measured_each_time(timed: list[float], folder: Path) -> None:
-    _obstruct(folder)
-    costs, remarks = _costs("views")
+def test_costs_that_cannot_be_cached_are_measured_each_time(timed: list[float], folder: Path) -> None:
+    folder.write_text("a file in place of the folder")
+    costs, notes = _costs("views")
     once = len(timed)
-    assert set(remarks) == {"not cached"}
-    assert _costs("views") == (costs, remarks)
+    assert set(notes) == {"not cached"}
+    assert _costs("views") == (costs, notes)
     assert len(timed) == 2 * once
 
 
 # Whole models
 
 
-def _optimized(model: nn.Module) -> None:
+def _optimized(model: Towers) -> None:
     with torch.no_grad():
         fast = optimize(model.eval(), costs="measured")
         fast(torch.ones(2, 8))
@@ -272,17 +222,7 @@ def _optimized(model: nn.Module) -> None:
     assert {cost.source for cost in report.costs.values()} == {"measured"}
 
 
-def test_the_second_optimize_of_a_model_measures_nothing(timed: list[float]) -> None:
-    _optimized(Towers())
-    assert timed
-    timed.clear()
-    _optimized(Towers())
-    assert timed == []
-    _optimized(Towers(width=8, layers=1))
-    assert timed == [], "nor does a model of the same ops"
-
-
-def _optimize_what_is_known(folder: Path) -> None:
+def _optimize_in_another_process(folder: Path) -> None:
     os.environ["AUTOSTREAM_CACHE_DIR"] = str(folder)
     timed: list[Any] = []
     measured._time_calls = lambda *args: timed.append(args) or {}  # type: ignore[func-returns-value]
@@ -290,9 +230,13 @@ def _optimize_what_is_known(folder: Path) -> None:
     assert timed == []
 
 
-def test_nor_does_another_process(timed: list[float], folder: Path) -> None:
+def test_a_model_is_measured_once_for_all_processes(timed: list[float], folder: Path) -> None:
     _optimized(Towers())
-    process = multiprocessing.get_context("spawn").Process(target=_optimize_what_is_known, args=(folder,))
+    assert timed
+    timed.clear()
+    _optimized(Towers(width=8, layers=1))
+    assert timed == [], "a model of the same ops"
+    process = multiprocessing.get_context("spawn").Process(target=_optimize_in_another_process, args=(folder,))
     process.start()
     process.join()
     assert process.exitcode == 0

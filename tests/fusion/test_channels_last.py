@@ -1,10 +1,11 @@
-"""Steps whose convolutions are laid out channels-last: the same numbers, and nothing laid out where that shows."""
+"""Training steps whose convolutions are retraced in channels-last layout: the same numbers, and no visible strides."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -34,12 +35,12 @@ def calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
     return graph.find_nodes(op="call_function", target=target)
 
 
-def is_laid_out(value: Tensor) -> bool:
+def has_channels_last(value: Tensor) -> bool:
     return value.is_contiguous(memory_format=torch.channels_last)
 
 
 class Net(nn.Module):
-    """Two convolutions, of which the second reads what a norm makes of the first: images to (N, 3)."""
+    """Two convolutions with a norm and ``between`` between them: images to (N, 3)."""
 
     def __init__(self, between: Callable[[Tensor], Tensor] = torch.tanh) -> None:
         super().__init__()
@@ -53,22 +54,18 @@ class Net(nn.Module):
         return result
 
 
-def square(model: Net, x: Tensor) -> Tensor:
-    return model(x).square().mean()
-
-
-def step_of(
-    between: Callable[[Tensor], Tensor] = torch.tanh, loss: Callable[..., Any] = square
-) -> tuple[Program, list[Tensor]]:
-    """A training step, and what it takes."""
+@cache
+def step_of(between: Callable[[Tensor], Tensor] = torch.tanh) -> tuple[Program, list[Tensor]]:
+    """A training step, and its arguments."""
     importlib.import_module("torch._inductor.lowering")
     torch.manual_seed(0)
     model, x = Net(between).double(), torch.randn(2, 2, 6, 5, dtype=torch.float64)
-    return program_of(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss, (x,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return program_of(model, optimizer, lambda model, x: model(x).square().mean(), (x,))
 
 
 def results(module: fx.GraphModule, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What it returns, and what it leaves of its arguments."""
+    """The outputs, and the arguments after the run."""
     copies = [tensor.detach().clone() for tensor in tensors]
     torch.manual_seed(1)
     with torch.no_grad():
@@ -76,10 +73,15 @@ def results(module: fx.GraphModule, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [*returned, *copies]
 
 
-# The table
+def check_same(functional: fx.GraphModule, program: Program, tensors: Sequence[Tensor]) -> None:
+    for actual, expected in zip(results(functional, tensors), results(program.module, tensors), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_a_weight_is_laid_out_once_for_all_that_read_it() -> None:
+# Decompositions
+
+
+def test_a_tensor_is_converted_once_for_a_convolution_and_its_gradients() -> None:
     def run(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(torch.conv2d(x, weight).sin().sum(), [x, weight])
 
@@ -88,24 +90,23 @@ def test_a_weight_is_laid_out_once_for_all_that_read_it() -> None:
     module = make_fx(run, channels_last_decompositions({}))(*arguments)
     x, weight = module.graph.find_nodes(op="placeholder")
     assert [len([use for use in each.users if use.target is aten.clone.default]) for each in (x, weight)] == [1, 1]
-    ((gradients),) = calls(module.graph, GRADIENTS)
-    ((convolution),) = calls(module.graph, CONVOLUTION)
+    (gradients,), (convolution,) = calls(module.graph, GRADIENTS), calls(module.graph, CONVOLUTION)
     assert gradients.args[1:3] == convolution.args[:2]
     torch.testing.assert_close(module(*arguments), run(*arguments), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5), (2, 3, 5, 5, 5)])
-def test_convolutions_over_one_or_three_dimensions_stay(shape: tuple[int, ...]) -> None:
+def test_convolutions_over_one_or_three_dimensions_are_not_converted(shape: tuple[int, ...]) -> None:
     layer = (nn.Conv1d if len(shape) == 3 else nn.Conv3d)(3, 2, 2)
     graph = make_fx(layer, channels_last_decompositions({}))(torch.randn(shape)).graph
     assert not calls(graph, aten.clone.default)
     assert len(calls(graph, CONVOLUTION)) == 1
 
 
-def test_what_is_laid_out_goes_by_the_table() -> None:
+def test_other_decompositions_apply_to_converted_tensors() -> None:
     def sixfold(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        assert is_laid_out(x)
-        assert is_laid_out(weight)
+        assert has_channels_last(x)
+        assert has_channels_last(weight)
         return 6 * x
 
     x, weight = torch.ones(1, 3, 2, 2), torch.ones(3, 3, 2, 2)
@@ -117,19 +118,7 @@ def test_what_is_laid_out_goes_by_the_table() -> None:
 # Steps
 
 
-def test_a_step_reads_all_of_its_convolutions_and_gradients_channels_last() -> None:
-    program, tensors = step_of()
-    assert not is_channels_last(program.module.graph)
-    functional = inductor._functional(program)
-    assert is_channels_last(functional.graph)
-    gradients = calls(functional.graph, GRADIENTS)
-    assert len(gradients) == 3, "of both weights and of one input"
-    assert all(is_laid_out(read.meta["val"]) for node in gradients for read in node.args[:3])  # type: ignore[union-attr]
-    for ours, theirs in zip(results(functional, tensors), results(program.module, tensors), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-
-
-def flat(x: Tensor) -> Tensor:
+def view(x: Tensor) -> Tensor:
     return x.view(2, -1).sin().view(x.shape)
 
 
@@ -137,19 +126,17 @@ def strided(x: Tensor) -> Tensor:
     return x * x.as_strided((2, 4, 6, 5), (120, 1, 20, 4))
 
 
-def dropped(x: Tensor) -> Tensor:
+def random(x: Tensor) -> Tensor:
     return x * torch.rand_like(x)
 
 
-def written(x: Tensor) -> Tensor:
-    y = x * 2
-    y.view(2, -1)[:, 3:7].mul_(3)
-    return y
+def one_dimension(x: Tensor) -> Tensor:
+    return x * torch.conv1d(x.mean(2), x.new_ones(4, 4, 1)).unsqueeze(2)
 
 
 @torch.library.custom_op("autostream_tests::memory_order", mutates_args=())
 def memory_order(x: Tensor) -> Tensor:
-    """Numbers elements as they lie."""
+    """The elements' positions in memory."""
     return torch.arange(x.numel(), dtype=x.dtype).as_strided(x.shape, x.stride()).contiguous()
 
 
@@ -162,7 +149,7 @@ def custom(x: Tensor) -> Tensor:
     return x * memory_order(x.detach())
 
 
-def attended(x: Tensor) -> Tensor:
+def attention(x: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
 
@@ -170,39 +157,41 @@ def reinterpreted(x: Tensor) -> Tensor:
     return x * (x.detach().view(torch.int64) > 0)
 
 
-@pytest.mark.parametrize("between", [flat, strided, dropped, custom, attended, reinterpreted])
-def test_what_may_look_at_strides_sees_those_of_the_trace(between: Callable[[Tensor], Tensor]) -> None:
+BETWEEN = [torch.tanh, view, strided, random, one_dimension, custom, attention, reinterpreted]
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_a_step_computes_the_same_in_channels_last(between: Callable[[Tensor], Tensor]) -> None:
+    """Ops that depend on strides see those of the trace."""
     program, tensors = step_of(between)
+    assert trains_convolutions(program.module.graph)
+    assert not is_channels_last(program.module.graph)
     functional = inductor._functional(program)
     assert is_channels_last(functional.graph)
-    for ours, theirs in zip(results(functional, tensors), results(program.module, tensors), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    inputs = [node.meta["val"] for call in calls(functional.graph, GRADIENTS) for node in call.args[:3]]  # type: ignore[union-attr]
+    assert all(has_channels_last(value) for value in inputs if value.dim() == 4)
+    check_same(functional, program, tensors)
 
 
-def test_where_it_would_have_to_be_the_same_memory_nothing_is_laid_out(caplog: pytest.LogCaptureFixture) -> None:
-    program, tensors = step_of(written)
-    with pytest.raises(LayoutVisibleError, match="others need that memory"):
-        inductor._traced(program.module, LayoutInterpreter(program.module), channels_last_decompositions({}))
+def mutated(x: Tensor) -> Tensor:
+    y = x * 2
+    y.view(2, -1)[:, 3:7].mul_(3)
+    return y
+
+
+def test_a_step_that_mutates_a_view_stays_as_it_was_traced(caplog: pytest.LogCaptureFixture) -> None:
+    program, tensors = step_of(mutated)
     with caplog.at_level("DEBUG", logger="autostream"):
         functional = inductor._functional(program)
     assert "convolutions stay as they were traced" in caplog.text
+    assert "others need that memory" in caplog.text
     assert not is_channels_last(functional.graph)
-    for ours, theirs in zip(results(functional, tensors), results(program.module, tensors), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-
-
-def test_whatever_goes_wrong_with_other_strides_the_graph_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise RuntimeError("expected a contiguous tensor")
-
-    monkeypatch.setattr(LayoutInterpreter, "run_node", fails)
-    functional = inductor._functional(step_of()[0])
-    assert not is_channels_last(functional.graph)
+    check_same(functional, program, tensors)
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_an_output_lies_as_in_the_model(twice: bool) -> None:
-    """Two that share memory would be two copies."""
+def test_outputs_have_the_strides_of_the_model(twice: bool) -> None:
+    """Two outputs that share memory would be two copies, so that is refused."""
 
     def run(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         y = torch.conv2d(x, weight)
@@ -212,10 +201,10 @@ def test_an_output_lies_as_in_the_model(twice: bool) -> None:
     arguments = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 2, 2, requires_grad=True)
     module = make_fx(run, tracing_mode="fake")(*arguments)
     with pytest.raises(LayoutVisibleError) if twice else nullcontext():
-        relaid = inductor._traced(module, LayoutInterpreter(module), channels_last_decompositions({}))
-        outputs = relaid.graph.output_node().all_input_nodes
+        retraced = inductor._traced(module, LayoutInterpreter(module), channels_last_decompositions({}))
+        outputs = retraced.graph.output_node().all_input_nodes
         assert [node.meta["val"].stride() for node in outputs] == [each.stride() for each in run(*arguments)]
-        assert is_channels_last(relaid.graph)
+        assert is_channels_last(retraced.graph)
 
 
 def test_a_forward_alone_and_a_backward_alone_train_no_convolutions() -> None:
@@ -226,35 +215,25 @@ def test_a_forward_alone_and_a_backward_alone_train_no_convolutions() -> None:
     )(torch.randn(1, 3, 4, 4), x, weight)
     assert not trains_convolutions(forward.graph)
     assert not trains_convolutions(backward.graph)
-    assert trains_convolutions(step_of()[0].module.graph)
 
 
-def test_other_convolutions_of_a_step_do_not_matter() -> None:
-    def with_one_dimension(x: Tensor) -> Tensor:
-        return x * torch.conv1d(x.mean(2), x.new_ones(4, 4, 1)).unsqueeze(2)
-
-    functional = inductor._functional(step_of(with_one_dimension)[0])
-    assert is_channels_last(functional.graph)
-    assert len(calls(functional.graph, CONVOLUTION)) == 3
-
-
-@pytest.mark.parametrize("likes", [True, False])
-def test_inductor_lays_out_forward_and_backward_alike(likes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it would not in a training graph of its own, neither half is."""
+@pytest.mark.parametrize("preferred", [True, False])
+def test_inductor_lays_out_forward_and_backward_alike(preferred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Channels-last if Inductor would choose it for training, else neither half."""
     program, _ = step_of()
-    given: list[Any] = []
+    layouts: list[Any] = []
 
-    class Enough(Exception):  # noqa: N818
+    class Stop(Exception):  # noqa: N818
         pass
 
     def compiled(*_: Any, layout_opt: bool | None, **__: Any) -> None:
-        given.append(layout_opt)
-        raise Enough
+        layouts.append(layout_opt)
+        raise Stop
 
-    monkeypatch.setattr(GraphLowering, "decide_layout_opt", staticmethod(lambda module, is_inference: likes))
+    monkeypatch.setattr(GraphLowering, "decide_layout_opt", staticmethod(lambda module, is_inference: preferred))
     monkeypatch.setattr(compile_fx, "compile_fx_inner", compiled)
     functional = inductor._functional(program)
-    assert is_channels_last(functional.graph) is likes
-    with pytest.raises(Enough):
+    assert is_channels_last(functional.graph) is preferred
+    with pytest.raises(Stop):
         inductor._compiled(functional, torch.device("cpu"), {})
-    assert given == [likes]
+    assert layouts == [preferred]

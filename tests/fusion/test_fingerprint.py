@@ -1,4 +1,4 @@
-"""Keys of programs: the same in every process, and another one as soon as anything differs that kernels depend on."""
+"""Keys of programs: the same in every process, and different if anything differs that kernels depend on."""
 
 from __future__ import annotations
 
@@ -39,12 +39,109 @@ def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
 
 
-def traced(model: nn.Module, *inputs: Tensor) -> Program:
-    return trace(model, inputs, device="cuda:0").program
+def by_hand(
+    *,
+    called: Any = aten.add.Tensor,
+    args: tuple[Any, ...] = (1.0,),
+    value: Callable[[], Tensor] = lambda: torch.empty(4, 6, device="cuda:0"),
+    aliased: bool = False,
+    in_place: bool = False,
+    name: str = "x",
+    role: Role = Role.INPUT,
+    meta: tuple[str, Any] = ("custom", {}),
+    swapped: bool = False,
+) -> Program:
+    """A program that returns ``called(x, *args)`` and ``y``, in which one property at a time can differ."""
+    graph = fx.Graph()
+    x, y = graph.placeholder(name), graph.placeholder("y")
+    result = graph.call_function(called, (x, *args))
+    result.name = "result"  # by default, the name tells what is called
+    outputs = (y, result) if swapped else (result, y)
+    graph.output(outputs)
+    with FakeTensorMode():
+        x.meta["val"] = value()
+        result.meta["val"] = x.meta["val"].detach() if in_place else torch.empty(4, 6, device="cuda:0")
+        y.meta["val"] = x.meta["val"].detach() if aliased else value()
+    result.meta[meta[0]] = meta[1]
+    placeholders = (Placeholder(name, role, "0", name), Placeholder("y", Role.INPUT, "1", name if aliased else "y"))
+    names = tuple(node.name for node in outputs)
+    return Program(fx.GraphModule(nn.Module(), graph), placeholders, names, "aten", "cuda:0")
+
+
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "operator": {"called": aten.sub.Tensor},
+    "overload": {"called": aten.add.Scalar},
+    "number": {"args": (2.0,)},
+    "int": {"args": (1,)},
+    "bool": {"args": (True,)},
+    "list": {"args": ([1.0],)},
+    "more arguments": {"args": (1.0, 1.0)},
+    "dtype": {"value": lambda: torch.empty(4, 6, device="cuda:0", dtype=torch.float16)},
+    "shape": {"value": lambda: torch.empty(4, 7, device="cuda:0")},
+    "strides": {"value": lambda: torch.empty(6, 4, device="cuda:0").t()},
+    "offset": {"value": lambda: torch.empty(5, 6, device="cuda:0").as_strided((4, 6), (6, 1), 6)},
+    "larger storage": {"value": lambda: torch.empty(5, 6, device="cuda:0").as_strided((4, 6), (6, 1))},
+    "another GPU": {"value": lambda: torch.empty(4, 6, device="cuda:1")},
+    "CPU": {"value": lambda: torch.empty(4, 6)},
+    "gradients": {"value": lambda: torch.empty(4, 6, device="cuda:0", requires_grad=True)},
+    "conjugate": {"value": lambda: torch.empty(4, 6, device="cuda:0", dtype=torch.complex64).conj()},
+    "complex": {"value": lambda: torch.empty(4, 6, device="cuda:0", dtype=torch.complex64)},
+    "aliased arguments": {"aliased": True},
+    "a result that aliases an argument": {"in_place": True},
+    "name": {"name": "z"},
+    "role": {"role": Role.BUFFER},
+    "custom metadata": {"meta": ("custom", {"inlined": True})},
+    "outputs": {"swapped": True},
+}
+
+
+def test_everything_that_kernels_depend_on_changes_the_key() -> None:
+    keys = [fingerprint(by_hand(**each)) for each in ({}, *DIFFERENT.values())]
+    program = by_hand()
+    keys.append(fingerprint(replace(program, placeholders=program.placeholders[::-1])))
+    with torch.autocast("cpu", torch.bfloat16):
+        keys.append(fingerprint(program))
+    for patch in (
+        config.patch(max_autotune=True),
+        config.patch({"triton.unique_kernel_names": not config.triton.unique_kernel_names}),
+        functorch_config.patch(functionalize_rng_ops=True),
+    ):
+        with patch:
+            keys.append(fingerprint(program))
+    assert len(set(keys)) == len(keys)
+    program.module.graph.output_node().prev.stack_trace = "another line of source code"
+    assert fingerprint(program) == keys[0]
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "value"),
+    [
+        (torch.backends.cudnn, "deterministic", True),
+        (torch.utils.deterministic, "fill_uninitialized_memory", False),
+        (torch, "__version__", "2.99"),
+        (torch.version, "git_version", "0"),
+        (torch.version, "cuda", "99.0"),
+        (torch.backends.cudnn, "version", lambda: 99),
+        (module, "VERSION", "99"),
+        (module, "version", lambda package: "99"),
+        (module, "code_in", lambda folder: "changed"),
+    ],
+)
+def test_numerics_and_versions_change_the_key(of: Any, name: str, value: object, monkeypatch: Any) -> None:
+    before = fingerprint(by_hand())
+    monkeypatch.setattr(of, name, value)
+    assert fingerprint(by_hand()) != before
+
+
+@pytest.mark.parametrize("name", ["name", "major", "minor", "multi_processor_count", "total_memory"])
+def test_another_device_changes_the_key(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = surroundings("cuda:0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**{**vars(H200), name: 1}))
+    assert surroundings("cuda:0") != before
 
 
 class Model(nn.Module):
-    """With all sorts of arguments: lists, numbers, strings, dtypes, and results that share memory."""
+    """A model whose arguments are lists, numbers, strings and dtypes, and whose results alias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,86 +154,10 @@ class Model(nn.Module):
 
 
 def model() -> Program:
-    return traced(Model().eval(), torch.ones(2, 3, 8, 8))
+    return trace(Model().eval(), (torch.ones(2, 3, 8, 8),), device="cuda:0").program
 
 
-# By hand, so that one thing at a time can differ
-
-
-def by_hand(
-    *,
-    called: Any = aten.add.Tensor,
-    args: tuple[Any, ...] = (1.0,),
-    value: Callable[[], Tensor] = lambda: torch.empty(4, 6, device="cuda:0"),
-    aliased: bool = False,
-    in_place: bool = False,
-    name: str = "x",
-    role: Role = Role.INPUT,
-    note: tuple[str, Any] = ("custom", {}),
-    swapped: bool = False,
-) -> Program:
-    """``called(x, *args)``, and ``y``."""
-    graph = fx.Graph()
-    x, y = graph.placeholder(name), graph.placeholder("y")
-    result = graph.call_function(called, (x, *args))
-    result.name = "result"  # or else it says what is called
-    outputs = (y, result) if swapped else (result, y)
-    graph.output(outputs)
-    with FakeTensorMode():
-        x.meta["val"] = value()
-        result.meta["val"] = x.meta["val"].detach() if in_place else torch.empty(4, 6, device="cuda:0")
-        y.meta["val"] = x.meta["val"].detach() if aliased else value()
-    result.meta[note[0]] = note[1]
-    placeholders = (Placeholder(name, role, "0", name), Placeholder("y", Role.INPUT, "1", name if aliased else "y"))
-    names = tuple(node.name for node in outputs)
-    return Program(fx.GraphModule(nn.Module(), graph), placeholders, names, "aten", "cuda:0")
-
-
-DIFFERENT: dict[str, dict[str, Any]] = {
-    "operator": {"called": aten.sub.Tensor},
-    "overload": {"called": aten.add.Scalar},
-    "number": {"args": (2.0,)},
-    "whole number": {"args": (1,)},
-    "truth": {"args": (True,)},
-    "list": {"args": ([1.0],)},
-    "more arguments": {"args": (1.0, 1.0)},
-    "dtype": {"value": lambda: torch.empty(4, 6, device="cuda:0", dtype=torch.float16)},
-    "shape": {"value": lambda: torch.empty(4, 7, device="cuda:0")},
-    "strides": {"value": lambda: torch.empty(6, 4, device="cuda:0").t()},
-    "offset": {"value": lambda: torch.empty(5, 6, device="cuda:0").as_strided((4, 6), (6, 1), 6)},
-    "larger storage": {"value": lambda: torch.empty(5, 6, device="cuda:0").as_strided((4, 6), (6, 1))},
-    "device": {"value": lambda: torch.empty(4, 6, device="cuda:1")},
-    "device of another kind": {"value": lambda: torch.empty(4, 6)},
-    "gradients": {"value": lambda: torch.empty(4, 6, device="cuda:0", requires_grad=True)},
-    "conjugate": {"value": lambda: torch.empty(4, 6, device="cuda:0", dtype=torch.complex64).conj()},
-    "complex": {"value": lambda: torch.empty(4, 6, device="cuda:0", dtype=torch.complex64)},
-    "shared memory": {"aliased": True},
-    "a result in an argument's memory": {"in_place": True},
-    "name": {"name": "z"},
-    "role": {"role": Role.BUFFER},
-    "note": {"note": ("custom", {"inlined": True})},
-    "outputs": {"swapped": True},
-}
-
-
-def test_everything_that_differs_makes_a_key_of_its_own() -> None:
-    keys = [fingerprint(by_hand(**each)) for each in ({}, *DIFFERENT.values())]
-    assert len(set(keys)) == len(keys)
-    assert fingerprint(by_hand()) == keys[0]
-
-
-def test_models_that_are_alike_have_one_key() -> None:
-    assert fingerprint(model()) == fingerprint(model())
-
-
-def test_lines_of_source_code_make_no_difference() -> None:
-    moved = model()
-    for node in moved.module.graph.nodes:
-        node.stack_trace = "somewhere else"
-    assert fingerprint(moved) == fingerprint(model())
-
-
-def test_a_key_is_the_same_in_every_process() -> None:
+def test_a_key_is_the_same_in_another_process() -> None:
     program = """
         from tests.fusion.test_fingerprint import H200, model, torch
         from autostream.fusion.fingerprint import fingerprint
@@ -144,65 +165,10 @@ def test_a_key_is_the_same_in_every_process() -> None:
         print(fingerprint(model()))
     """
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    first, second = (process.communicate()[0].split()[-1] for process in both)
-    assert first == second
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.split()[-1] == fingerprint(model())
 
 
-# Settings and surroundings
-
-
-def test_each_setting_of_inductor_makes_a_difference() -> None:
-    before = fingerprint(by_hand())
-    keys = []
-    for patch in (
-        config.patch(max_autotune=True),
-        config.patch({"triton.unique_kernel_names": not config.triton.unique_kernel_names}),
-        functorch_config.patch(functionalize_rng_ops=True),
-    ):
-        with patch:
-            keys.append(fingerprint(by_hand()))
-    assert len({before, *keys}) == 4
-    assert fingerprint(by_hand()) == before
-
-
-@pytest.mark.parametrize(
-    ("of", "name", "value"),
-    [
-        (torch.backends.cudnn, "deterministic", True),
-        (torch.backends.cudnn, "benchmark", True),
-        (torch.utils.deterministic, "fill_uninitialized_memory", False),
-        (torch, "__version__", "2.99"),
-        (torch.version, "git_version", "0"),
-        (torch.version, "cuda", "99.0"),
-        (torch.backends.cudnn, "version", lambda: 99),
-        (module, "VERSION", "99"),
-        (module, "version", lambda package: "99"),
-        (module, "code_in", lambda folder: "changed"),
-    ],
-)
-def test_numerics_and_versions_make_a_difference(
-    of: Any, name: str, value: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = fingerprint(by_hand())
-    monkeypatch.setattr(of, name, value)
-    assert fingerprint(by_hand()) != before
-
-
-def test_autocast_makes_a_difference() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = fingerprint(by_hand())
-    assert inside != fingerprint(by_hand())
-
-
-@pytest.mark.parametrize("name", ["name", "major", "minor", "multi_processor_count", "total_memory"])
-def test_another_device_makes_a_difference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = surroundings("cuda:0")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**{**vars(H200), name: 1}))
-    assert surroundings("cuda:0") != before
-
-
-# What has no key
+# Programs and settings without a key
 
 
 def foreign(*args: object) -> object:
@@ -210,52 +176,55 @@ def foreign(*args: object) -> object:
 
 
 @pytest.fixture
-def own_operator() -> Iterator[Any]:
+def custom_operator() -> Iterator[Any]:
     library = torch.library.Library("fingerprints", "DEF")
-    library.define("own(Tensor x) -> Tensor")
-    yield torch.ops.fingerprints.own.default
+    library.define("custom(Tensor x) -> Tensor")
+    yield torch.ops.fingerprints.custom.default
     library._destroy()
 
 
-def test_an_operator_of_the_users_has_no_key(own_operator: Any) -> None:
-    with pytest.raises(NotSerializable, match=r"fingerprints\.own\.default, which is not PyTorch's own"):
-        fingerprint(by_hand(called=own_operator, args=()))
+def test_a_custom_operator_has_no_key(custom_operator: Any) -> None:
+    with pytest.raises(NotSerializable, match=r"fingerprints\.custom\.default, which is not PyTorch's own"):
+        fingerprint(by_hand(called=custom_operator, args=()))
+
+
+def real_value() -> Program:
+    program = by_hand()
+    next(iter(program.module.graph.nodes)).meta["val"] = torch.ones(4, 6)
+    return program
+
+
+def constant() -> Program:
+    program = by_hand()
+    program.module.register_buffer("constant", torch.ones(3))
+    with program.module.graph.inserting_before(program.module.graph.output_node()):
+        program.module.graph.get_attr("constant").meta = {}
+    return program
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > 0] * 2
 
 
 @pytest.mark.parametrize(
-    "changed",
+    "program",
     [
-        {"called": torch.cond},
-        {"called": torch.relu},
-        {"args": (1j,)},
-        {"note": ("quantized", True)},
-        {"note": ("custom", {"by": object()})},
-        {"value": lambda: torch.empty(4, 6).to_sparse()},
+        lambda: by_hand(called=torch.cond),
+        lambda: by_hand(called=torch.relu),
+        lambda: by_hand(args=(1j,)),
+        lambda: by_hand(meta=("quantized", True)),
+        lambda: by_hand(meta=("custom", {"by": object()})),
+        lambda: by_hand(value=lambda: torch.empty(4, 6).to_sparse()),
+        real_value,
+        constant,
+        lambda: trace(Masked(), (torch.ones(4),), device="cuda:0").program,
     ],
+    ids=["nested graph", "function", "complex", "metadata", "object", "sparse", "real tensor", "constant", "data"],
 )
-def test_what_is_not_surely_known_has_no_key(changed: dict[str, Any]) -> None:
+def test_a_program_with_unknown_parts_has_no_key(program: Callable[[], Program]) -> None:
     with pytest.raises(NotSerializable):
-        content_of(by_hand(**changed))
-
-
-def test_a_tensor_that_is_real_or_held_has_no_key() -> None:
-    real, held = by_hand(), by_hand()
-    next(iter(real.module.graph.nodes)).meta["val"] = torch.ones(4, 6)
-    held.module.register_buffer("constant", torch.ones(3))
-    with held.module.graph.inserting_before(held.module.graph.output_node()):
-        held.module.graph.get_attr("constant").meta = {}
-    for program in (real, held):
-        with pytest.raises(NotSerializable):
-            content_of(program)
-
-
-def test_sizes_that_data_tells_have_no_key() -> None:
-    class Chosen(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x[x > 0] * 2
-
-    with pytest.raises(NotSerializable):
-        content_of(traced(Chosen(), torch.ones(4)))
+        content_of(program())
 
 
 def test_settings_that_are_functions_have_no_key() -> None:
@@ -263,22 +232,15 @@ def test_settings_that_are_functions_have_no_key() -> None:
         fingerprint(by_hand())
 
 
-@pytest.mark.parametrize("table", [lowerings, decompositions])
-def test_lowerings_of_the_users_have_no_key(table: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(table, aten.relu.default, foreign)
-    with (
-        with_settings({}),
-        pytest.raises(NotSerializable, match=r"test_fingerprint\.foreign, which is not PyTorch's own"),
-    ):
+@pytest.mark.parametrize(
+    ("table", "key", "match"),
+    [
+        (lowerings, aten.relu.default, r"test_fingerprint\.foreign, which is not PyTorch's own"),
+        (decompositions, aten.relu.default, r"test_fingerprint\.foreign, which is not PyTorch's own"),
+        (common.custom_backend_passes, "cuda", "a backend of Inductor's that is not its own"),
+    ],
+)
+def test_lowerings_and_backends_of_the_user_have_no_key(table: Any, key: Any, match: str, monkeypatch: Any) -> None:
+    monkeypatch.setitem(table, key, foreign)
+    with with_settings({}), pytest.raises(NotSerializable, match=match):
         settings()
-
-
-def test_a_backend_of_the_users_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(common.custom_backend_passes, "cuda", foreign)  # type: ignore[arg-type]
-    with pytest.raises(NotSerializable, match="a backend of Inductor's that is not its own"):
-        settings()
-
-
-def test_a_key_is_of_a_programs_arguments_whatever_the_order_of_its_fields() -> None:
-    program = by_hand()
-    assert fingerprint(replace(program, placeholders=program.placeholders[::-1])) != fingerprint(program)

@@ -1,4 +1,4 @@
-"""What can be tested of the way to Inductor's kernels without a GPU; the rest is in ``tests/gpu/test_fusion.py``."""
+"""Fusing by Inductor, as far as it can be tested without a GPU; the rest is in ``tests/gpu/test_fusion.py``."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from tests.runtime.programs import Case, case_of, fused_case
 aten = torch.ops.aten
 
 
-def program_of(model: nn.Module | Callable[..., object], *inputs: Tensor) -> Program:
-    return case_of(model, *inputs).program
+def program_of(model: nn.Module | Callable[..., object], *inputs: Tensor, device: str = "cpu") -> Program:
+    return replace(case_of(model, *inputs).program, device=device)
 
 
-# The functional graph that Inductor is given
+# The functional graph that Inductor gets
 
 
 def learning(x: Tensor, mean: Tensor) -> Tensor:
@@ -49,39 +49,20 @@ def learning(x: Tensor, mean: Tensor) -> Tensor:
     return (x - mean).relu_().view(-1)
 
 
-def test_a_functional_graph_writes_to_its_arguments_at_the_end_only() -> None:
-    module = inductor._functional(program_of(learning, torch.randn(4, 6), torch.randn(6)))
-    calls = [node for node in module.graph.nodes if node.op == "call_function"]
-    written = [node.target._schema.is_mutable for node in calls]  # type: ignore[union-attr]
-    assert written == [False] * (len(calls) - 1) + [True]
-    assert calls[-1].target is aten.copy_.default
-
-
-def test_a_functional_graph_computes_the_same() -> None:
+def test_a_functional_graph_computes_the_same_and_mutates_arguments_at_the_end() -> None:
     x, mean = torch.randn(4, 6), torch.randn(6)
     module = inductor._functional(program_of(learning, x, mean))
-    ours, theirs = mean.clone(), mean.clone()
-    (result,) = module(ours, x)  # in the order in which they are used first
-    torch.testing.assert_close(result, learning(x, theirs))
-    torch.testing.assert_close(ours, theirs)
-
-
-def test_a_functional_graph_keeps_the_users_lines() -> None:
-    module = inductor._functional(program_of(learning, torch.randn(4, 6), torch.randn(6)))
-    relu = next(node for node in module.graph.nodes if node.target is aten.relu.default)
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    assert [node.target._schema.is_mutable for node in calls] == [False] * (len(calls) - 1) + [True]  # type: ignore[union-attr]
+    relu = next(node for node in calls if node.target is aten.relu.default)
     assert "return (x - mean).relu_()" in relu.stack_trace
+    actual, expected = mean.clone(), mean.clone()
+    (result,) = module(actual, x)  # in the order in which they are used first
+    torch.testing.assert_close(result, learning(x, expected))
+    torch.testing.assert_close(actual, expected)
 
 
-def test_composites_become_what_inductor_lowers() -> None:
-    program = program_of(
-        nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout()).eval(), torch.randn(1, 1, 5, 5)
-    )
-    targets = {str(node.target) for node in inductor._functional(program).graph.nodes if node.op == "call_function"}
-    assert "aten.convolution.default" in targets
-    assert not targets & {"aten.conv2d.default", "aten.batch_norm.default", "aten.dropout.default"}
-
-
-# What is fused
+# Fusing, with stand-ins for Inductor
 
 
 @pytest.fixture
@@ -91,11 +72,11 @@ def program() -> Program:
 
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """As if there were a GPU and Triton; what happens."""
-    happened: list[str] = []
+    """As if Triton were installed; a log of events."""
+    events: list[str] = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(AsyncCompile, "wakeup", lambda: happened.append("processes start"))
-    return happened
+    monkeypatch.setattr(AsyncCompile, "wakeup", lambda: events.append("worker processes start"))
+    return events
 
 
 @pytest.fixture
@@ -103,39 +84,24 @@ def on_gpu(program: Program, triton: list[str]) -> Program:
     return replace(program, device="cuda:0")
 
 
-def test_processes_that_compile_start_before_there_is_anything_to_compile(
+def test_worker_processes_start_first_and_random_states_are_restored(
     on_gpu: Program, triton: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def functional(program: Program) -> fx.GraphModule:
         triton.append("work begins")
-        return program.module
-
-    monkeypatch.setattr(inductor, "_functional", functional)
-    monkeypatch.setattr(inductor, "_compiled", lambda module, *args: module)
-    assert fuse(on_gpu).level == "inductor"
-    assert triton == ["processes start", "work begins"]
-
-
-def test_fusing_draws_nothing(on_gpu: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-
-    def functional(program: Program) -> fx.GraphModule:
-        drawn.append(torch.rand(4))
+        torch.rand(4)
         return program.module
 
     monkeypatch.setattr(inductor, "_functional", functional)
     monkeypatch.setattr(inductor, "_compiled", lambda module, *args: module)
     before = torch.get_rng_state()
-    fuse(on_gpu)
-    assert drawn
+    assert fuse(on_gpu).level == "inductor"
+    assert triton == ["worker processes start", "work begins"]
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# What cannot be fused
-
-
 def refusal(program: Program) -> str:
-    """Why a program is not fused, which must show before any work is done."""
+    """Why a program is not fused, which must be known before any work is done."""
 
     def work(program: Program) -> fx.GraphModule:
         raise AssertionError("it began")
@@ -147,19 +113,20 @@ def refusal(program: Program) -> str:
     return str(refused.value)
 
 
-def test_a_program_of_the_cpu_is_told_what_to_use(program: Program) -> None:
+def test_a_program_on_the_cpu_or_without_triton_is_not_fused(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(program) == (
         'TorchInductor fuses ops into kernels of a GPU, and this program runs on the CPU: use kernels="eager"; '
         "ops stay those of ATen"
     )
+    on_gpu = replace(program, device="cuda:0")
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert "in Triton, which is not installed: install it, or use" in refusal(on_gpu)
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))  # a module without a spec
+    assert "Triton, which is not installed" in obstacle("cuda")
 
 
-def test_a_machine_without_triton_is_told_so(on_gpu: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "in Triton, which is not installed: install it, or use" in refusal(on_gpu)
-
-
-def test_this_pytorch_has_all_that_is_needed() -> None:
+def test_this_version_of_pytorch_has_all_private_interfaces() -> None:
     assert list(inductor._missing()) == []
 
 
@@ -168,28 +135,32 @@ def test_this_pytorch_has_all_that_is_needed() -> None:
     [
         "torch._inductor.fx_passes.joint_graph.joint_graph_passes",
         "torch._inductor.codegen.common.DeviceCodegen.fx_wrapper_codegen",
-        "torch._inductor.codegen.wrapper_fxir.FxConverter",
+        "torch._inductor.codegen.wrapper_fxir",
         "torch._inductor.codegen.wrapper_fxir.FxConverter._lookup_args",
     ],
 )
-def test_a_pytorch_that_lacks_something_is_told_what(
-    on_gpu: Program, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.delattr(name)
-    assert refusal(on_gpu).startswith(f"torch {torch.__version__} has no {name}")
-
-
-def test_a_pytorch_without_the_converter_is_told_so(on_gpu: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "torch._inductor.codegen.wrapper_fxir"
-    monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type]
+def test_a_missing_private_interface_is_named(on_gpu: Program, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if name in NEEDED:
+        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+    else:
+        monkeypatch.delattr(name)
     assert refusal(on_gpu) == (
-        f'torch {torch.__version__} has no {module}, as 2.11 and 2.13 have for fusing: use kernels="eager"; '
+        f'torch {torch.__version__} has no {name}, as 2.11 and 2.13 have for fusing: use kernels="eager"; '
         "ops stay those of ATen"
     )
 
 
+def test_an_import_that_fails_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> object:
+        raise RuntimeError("a library of its is too old\nand more")
+
+    monkeypatch.setattr(inductor, "_installed", lambda package: True)
+    monkeypatch.setattr(inductor.importlib, "import_module", broken)
+    assert re.search(r"has no torch\S+ that could be imported \(.*too old.*\).*kernels=\"eager\"", obstacle("cuda"))
+
+
 @pytest.mark.parametrize("path", [module.__file__ for module in (inductor, kernel_graph, fingerprint, fusion)])
-def test_all_that_is_imported_of_pytorchs_compiler_is_looked_for(path: str) -> None:
+def test_all_private_imports_are_in_needed(path: str) -> None:
     tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     imported = [
         (f"{node.module}.{alias.name}", node.module, alias.name)
@@ -203,22 +174,20 @@ def test_all_that_is_imported_of_pytorchs_compiler_is_looked_for(path: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"), [(kernel_graph.Converter, FxConverter), (kernel_graph.Wrapper, WrapperFxCodegen)]
+    ("subclass", "base"), [(kernel_graph.Converter, FxConverter), (kernel_graph.Wrapper, WrapperFxCodegen)]
 )
-def test_all_methods_that_are_overridden_or_called_are_looked_for(ours: type, theirs: type) -> None:
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(ours))).body
+def test_all_methods_that_are_overridden_or_called_are_in_needed(subclass: type, base: type) -> None:
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(subclass))).body
     attributes = [node for node in ast.walk(body) if isinstance(node, ast.Attribute)]
-    named = {node.attr for node in attributes if ast.unparse(node.value) in ("self", "wrapper")}
-    named |= {node.name for node in ast.walk(body) if isinstance(node, ast.FunctionDef)}
-    used = {name for name in named if hasattr(theirs, name)}
-    listed = {each.partition(".")[2] for each in NEEDED[theirs.__module__] if each.startswith(f"{theirs.__name__}.")}
+    names = {node.attr for node in attributes if ast.unparse(node.value) in ("self", "wrapper")}
+    names |= {node.name for node in ast.walk(body) if isinstance(node, ast.FunctionDef)}
+    used = {name for name in names if hasattr(base, name)}
+    listed = {each.partition(".")[2] for each in NEEDED[base.__module__] if each.startswith(f"{base.__name__}.")}
     assert used
     assert used <= listed
 
 
-def test_what_inductor_fails_at_is_said_in_one_line_and_the_program_stays_as_it_is(
-    on_gpu: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_inductor_is_reported_in_one_line(on_gpu: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object) -> fx.GraphModule:
         raise RuntimeError("no kernel\nfor pages")
 
@@ -229,28 +198,31 @@ def test_what_inductor_fails_at_is_said_in_one_line_and_the_program_stays_as_it_
     assert on_gpu.module.code == before
 
 
+# Outputs
+
+
 @pytest.mark.usefixtures("triton")
-def test_a_program_whose_outputs_would_lie_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_whose_outputs_would_alias_or_look_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def copies(*args: object) -> fx.GraphModule:
         graph = fx.Graph()
-        result = graph.call_function(aten.clone.default, (graph.placeholder("a"),))
-        graph.output((result,))
+        graph.output((graph.call_function(aten.clone.default, (graph.placeholder("a"),)),))
         return fx.GraphModule(nn.Module(), graph)
 
     monkeypatch.setattr(inductor, "_compiled", copies)
-    assert fuse(replace(program_of(lambda x: x + 1, torch.ones(3)), device="cuda:0")).level == "inductor"
-    with pytest.raises(FusionError, match="outputs would share other memory"):
-        fuse(replace(program_of(lambda x: x[1:], torch.ones(3)), device="cuda:0"))
-    with pytest.raises(FusionError, match="outputs would have other types"):
-        fuse(replace(program_of(lambda x: x > 1, torch.ones(3)), device="cuda:0"))
-    with pytest.raises(FusionError, match="types, shapes or strides"):
-        fuse(replace(program_of(lambda x: (x + 1).t(), torch.ones(3, 3)), device="cuda:0"))
-    # Strides that no element is found by may be any.
-    fuse(replace(program_of(lambda x: (x + 1).as_strided((1, 3), (1, 1)), torch.ones(1, 3)), device="cuda:0"))
+    assert fuse(program_of(lambda x: x + 1, torch.ones(3), device="cuda:0")).level == "inductor"
+    for model, x, match in (
+        (lambda x: x[1:], torch.ones(3), "outputs would share other memory"),
+        (lambda x: x > 1, torch.ones(3), "outputs would have other types"),
+        (lambda x: (x + 1).t(), torch.ones(3, 3), "types, shapes or strides"),
+    ):
+        with pytest.raises(FusionError, match=match):
+            fuse(program_of(model, x, device="cuda:0"))
+    # The stride of a dimension of size 1 does not matter.
+    fuse(program_of(lambda x: (x + 1).as_strided((1, 3), (1, 1)), torch.ones(1, 3), device="cuda:0"))
 
 
 class Convolutions(nn.Module):
-    """Two, both of which are returned."""
+    """Two convolutions, both of which are returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,13 +233,10 @@ class Convolutions(nn.Module):
         return y, self.second(y)
 
 
-def test_outputs_lie_as_the_models_where_inductor_would_rather_have_them_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What a convolution writes it leaves channels-last, but for outputs that it was told a user sees."""
+def test_outputs_keep_their_strides_even_if_inductor_prefers_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
     strides: list[list[int]] = []
 
-    class Lowered(Exception):  # noqa: N818 - what follows takes Triton
+    class Lowered(Exception):  # noqa: N818 - the next stage needs Triton
         pass
 
     def codegen(graph: GraphLowering) -> None:
@@ -283,14 +252,14 @@ def test_outputs_lie_as_the_models_where_inductor_would_rather_have_them_otherwi
 
 
 @pytest.mark.usefixtures("triton")
-def test_the_tensors_that_are_returned_are_one_or_several_as_in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor looks at memory anew for each output, but for what is all of an argument or of what it has returned.
+def test_outputs_are_the_same_tensor_exactly_where_the_model_returns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor makes a view for each output, except of a whole argument or for one that it has returned already.
 
     a ──┬── a ───────▶ first, a view         a ──┬── alias ─▶ first
-        ├── a ───────▶ second, a as its type     ├──────────▶ second
-        ├── [:2] ────▶ third                     └── [:2] ──┬──────────▶ third, and fourth, which is the same
+        ├── a ───────▶ second, a itself          ├──────────▶ second
+        ├── [:2] ────▶ third                     └── [:2] ──┬──────────▶ third and fourth
         ├── [:2] ────▶ fourth, the third                    └── alias ─▶ fifth
-        └── [:2] ────▶ fifth, another
+        └── [:2] ────▶ fifth, another view
     """
 
     def views(*args: object) -> fx.GraphModule:
@@ -305,7 +274,7 @@ def test_the_tensors_that_are_returned_are_one_or_several_as_in_the_model(monkey
         return x.view(-1), x.float(), view, view, other
 
     monkeypatch.setattr(inductor, "_compiled", views)
-    # Dynamo's graphs return each tensor once.
+    # Traced without Dynamo, whose graphs return each tensor once.
     traced, _ = aten_program_of(fx.symbolic_trace(model), [(Role.INPUT, "0", torch.ones(3))])
     program = replace(traced, device="cuda:0")
     fused = fuse(program)
@@ -316,54 +285,58 @@ def test_the_tensors_that_are_returned_are_one_or_several_as_in_the_model(monkey
     assert second is x
     assert third is fourth is not fifth
     assert {tensor.untyped_storage()._cdata for tensor in (first, third, fifth)} == {x.untyped_storage()._cdata}
-    again = inductor.restore_fused(program, fused.module)
-    assert again.outputs == fused.outputs
+    assert inductor.restore_fused(program, fused.module).outputs == fused.outputs
 
 
 @pytest.mark.usefixtures("triton")
-def test_a_fused_program_has_the_names_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_program_keeps_the_names_of_placeholders(monkeypatch: pytest.MonkeyPatch) -> None:
+    def renamed(*args: object) -> fx.GraphModule:
+        graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
+        for at, node in enumerate(case.program.module.graph.nodes):
+            values[node] = graph.node_copy(node, values.__getitem__)
+            if node.op == "placeholder":
+                values[node].name = values[node].target = f"arg{at}_1"
+        return fx.GraphModule(nn.Module(), graph)
+
     case = fused_case()
-    monkeypatch.setattr(inductor, "_compiled", lambda *args: renamed(case.program.module))
+    monkeypatch.setattr(inductor, "_compiled", renamed)
     fused = fuse(replace(case.program, device="cuda:0"))
     assert fused.placeholders == case.program.placeholders
     assert [node.name for node in fused.module.graph.find_nodes(op="placeholder")] == ["x", "w", "v", "mean"]
     assert analyze(replace(fused, device="cpu")).ops.keys() == case.graph.ops.keys()
-    assert [p.role for p in fused.placeholders] == [Role.INPUT, Role.PARAMETER, Role.PARAMETER, Role.BUFFER]
 
 
-def renamed(module: fx.GraphModule) -> fx.GraphModule:
-    """As Inductor calls placeholders."""
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    for at, node in enumerate(module.graph.nodes):
-        values[node] = graph.node_copy(node, values.__getitem__)
-        if node.op == "placeholder":
-            values[node].name = values[node].target = f"arg{at}_1"
-    return fx.GraphModule(nn.Module(), graph)
+# Options
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"max_autotun": True}, r"has no setting 'max_autotun' \(did you mean 'max_autotune'\?\)"),
-        ({"inplace_buffers": True}, "'inplace_buffers' is autostream's to choose: leave it out"),
         ({"triton.multi_kernel": 1}, "'triton.multi_kernel' is autostream's to choose: leave it out"),
-        (
-            {"freezing_discard_parameters": True},
-            "'freezing_discard_parameters' is autostream's to choose: leave it out",
-        ),
         ({"freezing": "False"}, "'freezing' is a switch: use True or False, not 'False'"),
         ({"max_autotune": None}, "'max_autotune' is a switch: use True or False, not None"),
     ],
 )
-def test_settings_that_inductor_does_not_have_or_cannot_use_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_unknown_and_reserved_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    check_settings({})
+    check_settings({"max_autotune": True, "freezing": False, "triton.unique_kernel_names": True, "compile_threads": 4})
     with pytest.raises(OptionError, match=f"inductor_options: .*{message}"):
         check_settings(settings)
 
 
-def test_settings_that_inductor_has_pass() -> None:
-    check_settings({})
-    check_settings({"max_autotune": True, "freezing": False, "triton.unique_kernel_names": True, "compile_threads": 4})
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_fusing_cannot_be_required_of_a_model_on_the_cpu(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model is on the CPU if all of its tensors are."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(inductor, "_installed", lambda package: True)
+    with FakeTensorMode():
+        host, device = torch.ones(2), torch.ones(2, device="cuda")
+    for tensors, refused in ([], not on_gpu), ([host], True), ([host, device], not on_gpu), ([device], not on_gpu):
+        check_level("auto", tensors)
+        check_level("eager", tensors)
+        with pytest.raises(OptionError, match="runs on the CPU") if refused else nullcontext():
+            check_level("inductor", tensors)
 
 
 # Freezing
@@ -392,21 +365,15 @@ def normed() -> Case:
 
 
 def freezable(case: Case, *tensors: Tensor) -> list[str]:
-    """What a program may hold on to, by what the model calls it."""
+    """The names of the tensors that may become constants."""
     functional = inductor._functional(case.program)
-    found = inductor._freezable(case.program, functional, tensors or case.tensors)
-    assert all(found[at] is (tensors or case.tensors)[at] for at in found)
-    return [case.program.placeholders[at].target for at in found]
+    constants = inductor._freezable(case.program, functional, tensors or case.tensors)
+    assert all(constants[at] is (tensors or case.tensors)[at] for at in constants)
+    return [case.program.placeholders[at].target for at in constants]
 
 
-def test_weights_and_buffers_may_be_held_but_for_inputs(normed: Case) -> None:
-    held = [item.target for item in normed.program.placeholders if item.role is not Role.INPUT]
-    assert "body.1.running_var" in held
-    assert freezable(normed) == held
-
-
-class Kept(nn.Module):
-    """Tensors that are read, written, and returned as a view."""
+class Written(nn.Module):
+    """One parameter that is only read, one that is returned as a view, and a buffer that is mutated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,77 +385,60 @@ class Kept(nn.Module):
         return x * self.read + self.written + self.returned, self.returned[1:]
 
 
-def test_what_is_written_or_returned_is_not_held() -> None:
-    assert freezable(case_of(Kept(), torch.ones(4))) == ["read"]
-
-
-def test_what_was_made_in_inference_mode_is_not_held(normed: Case) -> None:
-    """Nobody can tell whether it has been changed."""
+def test_weights_become_constants_unless_they_may_change_unseen(normed: Case) -> None:
+    """Inputs, tensors that are mutated or returned, and inference tensors, which have no version counter, do not."""
+    weights = [item.target for item in normed.program.placeholders if item.role is not Role.INPUT]
+    assert "body.1.running_var" in weights
+    assert freezable(normed) == weights
+    assert freezable(case_of(Written(), torch.ones(4))) == ["read"]
     with torch.inference_mode():
         tensors = [tensor.clone() for tensor in normed.tensors]
-    assert freezable(normed, *tensors[:2], *normed.tensors[2:]) == freezable(normed)[2:]
-
-
-def frozen(case: Case) -> fx.GraphModule:
-    functional = inductor._functional(case.program)
-    return inductor._frozen(functional, inductor._freezable(case.program, functional, case.tensors))
+    assert freezable(normed, *tensors[:2], *normed.tensors[2:]) == weights[2:]
 
 
 @torch.no_grad()
-def test_a_frozen_graph_takes_and_returns_the_same_and_reads_inputs_alone(normed: Case) -> None:
-    module = frozen(normed)
-    *held, x = normed.tensors
-    expected = normed.program.module(*normed.tensors)
-    results = module(*map(torch.full_like, held, [torch.nan] * len(held)), x)
-    torch.testing.assert_close(results, expected)
-    assert [result.stride() for result in results] == [result.stride() for result in expected]
-
-
-def test_the_graph_that_is_frozen_stays_without_constants(normed: Case) -> None:
-    """PyTorch keeps what was exported until the next is."""
+def test_a_frozen_graph_reads_inputs_alone_and_the_original_holds_no_constants(normed: Case) -> None:
     functional = inductor._functional(normed.program)
     before = str(functional.graph)
-    module = inductor._frozen(functional, inductor._freezable(normed.program, functional, normed.tensors))
+    with torch.inference_mode():  # constants are ordinary tensors all the same
+        module = inductor._frozen(functional, inductor._freezable(normed.program, functional, normed.tensors))
+    *weights, x = normed.tensors
+    expected = normed.program.module(*normed.tensors)
+    actual = module(*map(torch.full_like, weights, [torch.nan] * len(weights)), x)
+    torch.testing.assert_close(actual, expected)
+    assert [result.stride() for result in actual] == [result.stride() for result in expected]
+    names = {str(node.target) for node in module.graph.nodes if node.op == "call_function"}
+    assert not [name for name in names if "batch_norm" in name or "sqrt" in name or "permute" in name]
+    assert not any(tensor.is_inference() for tensor in module.buffers())
     assert str(functional.graph) == before
     assert (len(list(functional.buffers())), len(list(module.buffers())) > 0) == (0, True)
 
 
-def test_what_follows_from_weights_alone_is_computed_once(normed: Case) -> None:
-    names = {str(node.target) for node in frozen(normed).graph.nodes if node.op == "call_function"}
-    assert not [name for name in names if "batch_norm" in name or "sqrt" in name or "permute" in name]
-
-
-@pytest.mark.parametrize("better", [True, False])
-def test_weights_of_convolutions_lie_as_inductor_likes_them_best(
-    better: bool, normed: Case, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("preferred", [True, False])
+def test_frozen_weights_of_convolutions_are_channels_last_if_inductor_prefers_that(
+    preferred: bool, normed: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     converted: list[fx.GraphModule] = []
-    monkeypatch.setattr(GraphLowering, "decide_layout_opt", lambda module, is_inference: better)
+    monkeypatch.setattr(GraphLowering, "decide_layout_opt", lambda module, is_inference: preferred)
     monkeypatch.setattr(freezing, "convert_conv_weights_to_channels_last", converted.append)
-    frozen(normed)
-    assert len(converted) == better
-
-
-def test_constants_are_ordinary_tensors_even_in_inference_mode(normed: Case) -> None:
-    with torch.inference_mode():
-        module = frozen(normed)
-    assert not any(tensor.is_inference() for tensor in module.buffers())
+    functional = inductor._functional(normed.program)
+    inductor._frozen(functional, inductor._freezable(normed.program, functional, normed.tensors))
+    assert len(converted) == preferred
 
 
 @pytest.mark.usefixtures("triton")
-def test_a_program_says_what_it_holds(normed: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[int, Tensor]] = []
-    monkeypatch.setattr(inductor, "_compiled", lambda module, device, constants: asked.append(constants) or module)
+def test_a_program_tells_which_weights_are_frozen(normed: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants: list[dict[int, Tensor]] = []
+    monkeypatch.setattr(inductor, "_compiled", lambda module, device, held: constants.append(held) or module)
     program = replace(normed.program, device="cuda:0")
     assert fuse(program, {"freezing": True}, normed.tensors).frozen == set(range(len(normed.tensors) - 1))
     assert fuse(program, {"freezing": False}, normed.tensors).frozen == set()
-    assert fuse(program, {}, normed.tensors).frozen == set()
-    assert [len(constants) for constants in asked] == [len(normed.tensors) - 1, 0, 0]
+    assert [len(held) for held in constants] == [len(normed.tensors) - 1, 0]
 
 
 @pytest.mark.usefixtures("triton")
 def test_an_output_that_is_a_constant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is given it may write to it."""
+    """The caller may write to it."""
 
     def returns_a_constant(module: fx.GraphModule, *args: object) -> fx.GraphModule:
         module.register_buffer("constant", torch.ones(3))
@@ -498,59 +448,27 @@ def test_an_output_that_is_a_constant_is_refused(monkeypatch: pytest.MonkeyPatch
         return module
 
     monkeypatch.setattr(inductor, "_compiled", returns_a_constant)
-    program = replace(program_of(lambda x: x + 1, torch.ones(3)), device="cuda:0")
     with pytest.raises(FusionError, match=r"frozen, an output would be a constant, .*: leave 'freezing' out"):
-        fuse(program)
-
-
-# Autotuning
+        fuse(program_of(lambda x: x + 1, torch.ones(3), device="cuda:0"))
 
 
 @pytest.mark.parametrize(
-    "told", ["TypedStorage is deprecated. It will be", "Attempted to insert a get_attr Node with no"]
+    "message", ["TypedStorage is deprecated. It will be", "Attempted to insert a get_attr Node with no"]
 )
-def test_a_slip_of_inductors_is_not_taken_for_the_users(
-    told: str, program: Program, monkeypatch: pytest.MonkeyPatch
+def test_warnings_that_inductor_causes_are_ignored(
+    message: str, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where warnings are errors, autotuning and freezing would fail with it."""
+    """If warnings are errors, autotuning and freezing would fail."""
 
     @contextmanager
     def graphs(device: torch.device) -> Iterator[list[fx.GraphModule]]:
         yield [program.module]
 
     def compiles(*args: object, **kwargs: object) -> None:
-        warnings.warn(f"{told} …", UserWarning, stacklevel=1)
+        warnings.warn(f"{message} …", UserWarning, stacklevel=1)
 
     monkeypatch.setattr(kernel_graph, "capture_kernel_graphs", graphs)
     monkeypatch.setattr(compile_fx, "compile_fx_inner", compiles)
     assert inductor._compiled(inductor._functional(program), torch.device("cpu"), {}) is program.module
-    with pytest.raises(UserWarning, match=told):
+    with pytest.raises(UserWarning, match=message):
         compiles()
-
-
-def test_a_package_that_is_broken_is_an_obstacle_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> object:
-        raise RuntimeError("a library of its is too old\nand more")
-
-    monkeypatch.setattr(inductor, "_installed", lambda package: True)
-    monkeypatch.setattr(inductor.importlib, "import_module", broken)
-    assert re.search(r"has no torch\S+ that could be imported \(.*too old.*\).*kernels=\"eager\"", obstacle("cuda"))
-
-
-@pytest.mark.parametrize("on_gpu", [True, False])
-def test_a_level_is_refused_where_a_model_lies_on_the_cpu(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it: parts of a model on the GPU may lie there."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    monkeypatch.setattr(inductor, "_installed", lambda package: True)
-    with FakeTensorMode():
-        here, there = torch.ones(2), torch.ones(2, device="cuda")
-    for tensors, refused in ([], not on_gpu), ([here], True), ([here, there], not on_gpu), ([there], not on_gpu):
-        check_level("auto", tensors)
-        check_level("eager", tensors)
-        with pytest.raises(OptionError, match="runs on the CPU") if refused else nullcontext():
-            check_level("inductor", tensors)
-
-
-def test_something_else_under_tritons_name_is_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
-    assert "Triton, which is not installed" in obstacle("cuda")

@@ -1,4 +1,4 @@
-"""Values of graphs of kernels, and whose outputs they are."""
+"""Fake values of graphs of kernels, and the comparison of their outputs with a program's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.runtime.programs import case_of, fused_case
 aten = torch.ops.aten
 
 
-def test_values_are_found_without_launching_a_kernel() -> None:
+def test_values_are_computed_without_launching_kernels() -> None:
     def fail(*args: object) -> None:
         raise AssertionError("launched")
 
@@ -44,29 +44,28 @@ def test_values_are_found_without_launching_a_kernel() -> None:
     assert kernel.meta["val"] is None
 
 
-def test_a_view_begins_where_its_argument_does() -> None:
-    """An argument may lie anywhere in its storage."""
+def test_the_offset_of_a_view_is_relative_to_that_of_its_argument() -> None:
     graph = fx.Graph()
-    x = graph.placeholder("x")
-    view = graph.call_function(torch.ops.inductor._reinterpret_tensor.default, (x, [2], [1], 1))
+    view = graph.call_function(torch.ops.inductor._reinterpret_tensor.default, (graph.placeholder("x"), [2], [1], 1))
     graph.output((view,))
-    module = fx.GraphModule(nn.Module(), graph)
-    given = torch.arange(8.0)[3:]
+    module, x = fx.GraphModule(nn.Module(), graph), torch.arange(8.0)[3:]
     with FakeTensorMode() as mode:
-        evaluate(module, [mode.from_tensor(given)])
+        evaluate(module, [mode.from_tensor(x)])
     assert view.meta["val"].storage_offset() == 4
-    assert module(given)[0].tolist() == [4.0, 5.0]
+    assert module(x)[0].tolist() == [4.0, 5.0]
 
 
-def test_who_shares_memory_is_told_by_value() -> None:
-    case = fused_case()
-    assert shared_storages(case.program.module) == [0, 1, 2, 3, 4]
-    program = case_of(lambda x: (x[1:], y := x + 1, y.t()), torch.ones(3, 3)).program
-    assert shared_storages(program.module) == [0, 0, 2, 2]
+def test_arguments_and_outputs_are_compared_by_storage_dtype_shape_and_layout() -> None:
+    assert shared_storages(fused_case().program.module) == [0, 1, 2, 3, 4]
+    module = case_of(lambda x: (x[1:], y := x + 1, y.t(), x.sum(1, keepdim=True)), torch.ones(2, 3)).program.module
+    assert shared_storages(module) == [0, 0, 2, 2, 4]
+    _, rows, columns, total = output_layouts(module)
+    assert (rows, columns) == ((torch.float32, (2, 3), (3, 1)), (torch.float32, (3, 2), (1, 3)))
+    assert total == (torch.float32, (2, 1), (1,)), "the stride of a dimension of size 1 does not matter"
 
 
-def test_what_is_written_again_and_again_is_looked_at_once() -> None:
-    """Each write reads the one before twice, which would be 2⁶⁴ looks otherwise."""
+def test_a_tensor_that_is_mutated_many_times_is_evaluated_once() -> None:
+    """Each mutation reads the result of the one before twice; without memoization that is 2⁶⁴ evaluations."""
 
     def doubled(x: Tensor) -> Tensor:
         for _ in range(64):
@@ -78,18 +77,8 @@ def test_what_is_written_again_and_again_is_looked_at_once() -> None:
     assert _is_argument(output, arguments_of(module))
 
 
-def test_outputs_are_of_another_kind_if_they_lie_otherwise() -> None:
-    """Of dimensions of one element nobody can see the stride."""
-    (rows, total), (columns,) = (
-        output_layouts(case_of(function, torch.ones(2, 3)).program.module)
-        for function in (lambda x: (x + 1, x.sum(1, keepdim=True)), lambda x: (x.t() + 1).contiguous().t())
-    )
-    assert (rows, columns) == ((torch.float32, (2, 3), (3, 1)), (torch.float32, (2, 3), (1, 2)))
-    assert total == (torch.float32, (2, 1), (1,))
-
-
-def test_a_graph_takes_the_names_of_a_program_and_returns_its_views_as_views() -> None:
-    """The program returns its argument and a view of all of it: by memory alone, they are one."""
+def test_a_graph_gets_the_names_of_a_program_and_returns_views_where_it_does() -> None:
+    """The program returns its argument and a view of the whole argument, which only memory does not distinguish."""
     traced = fx.symbolic_trace(lambda x: (x, x.view(-1), x + 1))  # Dynamo's graphs return no argument
     program, _ = program_of(traced, [(Role.INPUT, "0", torch.ones(3))])
     graph = fx.Graph()

@@ -1,4 +1,4 @@
-"""Convolutions that write into given memory: which ones do, and that nothing else changes."""
+"""Convolutions that are replaced by variants with ``out=``: which ones are, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ aten = torch.ops.aten
 
 @pytest.fixture
 def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A PyTorch that has cuDNN for every convolution."""
+    """A PyTorch in which cuDNN computes every convolution."""
     monkeypatch.setattr(torch._C, "_select_conv_backend", lambda *_, **__: torch._C._ConvBackend.Cudnn)
     monkeypatch.setattr(torch._C, "_conv_determine_backend_memory_format", lambda *_, **__: torch.contiguous_format)
 
 
-def convolving(*args: Any, shape: tuple[int, ...] = (2, 4, 8, 8), weight: tuple[int, ...] = (6, 4, 3, 3)) -> Any:
-    """A convolution with these arguments behind input and weight, then a relu; on fake tensors."""
+PLAIN = (None, [2, 1], [1, 0], [1, 1], False, [0, 0], 1)
+
+
+def convolving(
+    *args: Any, shape: tuple[int, ...] = (2, 4, 8, 8), weight: tuple[int, ...] = (6, 4, 3, 3)
+) -> fx.GraphModule:
+    """A convolution with these arguments behind input and weight, then a relu, with fake values."""
     graph = fx.Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
-    conv = graph.call_function(aten.convolution.default, (x, w, *args))
+    conv = graph.call_function(aten.convolution.default, (x, w, *(args or PLAIN)))
     graph.output((graph.call_function(aten.relu.default, (conv,)),))
     module = fx.GraphModule(nn.Module(), graph)
     with FakeTensorMode() as mode:
@@ -38,119 +43,88 @@ def convolving(*args: Any, shape: tuple[int, ...] = (2, 4, 8, 8), weight: tuple[
     return module
 
 
-PLAIN = (None, [2, 1], [1, 0], [1, 1], False, [0, 0], 1)
+def with_bias() -> fx.GraphModule:
+    module = convolving()
+    (conv,) = module.graph.find_nodes(op="call_function", target=aten.convolution.default)
+    conv.args = (*conv.args[:2], conv.args[1], *conv.args[3:])
+    module.recompile()
+    return module
 
 
-def convolutions(module: fx.GraphModule) -> list[str]:
-    return [str(node.target) for node in module.graph.nodes if "convolution" in str(node.target)]
-
-
-@pytest.mark.usefixtures("cudnn")
-def test_memory_is_taken_and_written() -> None:
-    module = convolving(*PLAIN)
-    (before,) = module.graph.find_nodes(op="call_function", target=aten.convolution.default)
-    name, value = before.name, before.meta["val"]
-    use_out_variants(module)
-    module.graph.lint()
-    assert convolutions(module) == ["aten.cudnn_convolution.out"]
-    (memory,) = module.graph.find_nodes(op="call_function", target=aten.empty_strided.default)
-    assert (memory.name, memory.meta["val"]) == (name, value)
-    assert memory.args == ([2, 6, 4, 6], [144, 24, 6, 1])
-    (call,) = memory.users.keys() - set(module.graph.find_nodes(op="call_function", target=aten.relu.default))
-    x, w = module.graph.find_nodes(op="placeholder")
-    assert call.args == (x, w, [1, 0], [2, 1], [1, 1], 1, False, False, torch.backends.cudnn.allow_tf32)
-    assert call.kwargs == {"out": memory}
-    assert call.meta["val"] is value
+def stand_in(
+    x: Tensor, w: Tensor, padding: Any, stride: Any, dilation: Any, groups: int, *settings: bool, out: Tensor
+) -> Tensor:
+    """Computes what ``cudnn_convolution.out`` does, on the CPU."""
+    return out.copy_(torch.conv2d(x, w, None, stride, padding, dilation, groups))
 
 
 @pytest.mark.usefixtures("cudnn")
 @pytest.mark.parametrize("groups", [1, 2])
-def test_the_same_is_computed(groups: int) -> None:
-    """With a stand-in for cuDNN that takes the same arguments."""
+def test_a_convolution_becomes_an_allocation_and_a_call_that_computes_the_same(
+    groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(out_variants, "_cudnn_settings", lambda: (True, False, True))
     module = convolving(*PLAIN[:-1], groups, weight=(6, 4 // groups, 3, 3))
     x, w = torch.randn(2, 4, 8, 8), torch.randn(6, 4 // groups, 3, 3)
     (expected,) = module(x, w)
     use_out_variants(module)
-
-    def stand_in(
-        x: Tensor, w: Tensor, padding: Any, stride: Any, dilation: Any, groups: int, *settings: bool, out: Tensor
-    ) -> Tensor:
-        return out.copy_(torch.conv2d(x, w, None, stride, padding, dilation, groups))
-
-    for node in module.graph.find_nodes(op="call_function", target=aten.cudnn_convolution.out):
-        node.target = stand_in
+    module.graph.lint()
+    (memory,) = module.graph.find_nodes(op="call_function", target=aten.empty_strided.default)
+    (call,) = module.graph.find_nodes(op="call_function", target=aten.cudnn_convolution.out)
+    assert not module.graph.find_nodes(op="call_function", target=aten.convolution.default)
+    assert memory.name == "convolution_default"
+    assert memory.meta["val"] is call.meta["val"]
+    assert call.args[6:] == (True, False, True)
+    call.target = stand_in
     module.recompile()
     assert torch.equal(module(x, w)[0], expected)
 
 
+def select(backend: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(torch._C, "_select_conv_backend", lambda *_, **__: backend)
+
+
+def other_format(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch._C, "_conv_determine_backend_memory_format", lambda *_, **__: torch.channels_last)
+
+
+def without(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.delattr(torch._C, name)
+
+
+def contradictory(patch: pytest.MonkeyPatch) -> None:
+    """Precisions that were set by both the old and the new interface."""
+    patch.setattr(out_variants, "_cudnn_settings", lambda: None)
+
+
 @pytest.mark.usefixtures("cudnn")
 @pytest.mark.parametrize(
-    "build",
+    ("build", "change"),
     [
-        lambda: convolving(None, [1], [0], [1], False, [0], 1, shape=(2, 4, 8), weight=(6, 4, 3)),
-        lambda: convolving(None, [1, 1], [0, 0], [1, 1], True, [0, 0], 1, weight=(4, 6, 3, 3)),
-        lambda: convolving(*PLAIN, shape=(0, 4, 8, 8)),
+        (lambda: convolving(None, [1], [0], [1], False, [0], 1, shape=(2, 4, 8), weight=(6, 4, 3)), None),
+        (lambda: convolving(None, [1, 1], [0, 0], [1, 1], True, [0, 0], 1, weight=(4, 6, 3, 3)), None),
+        (lambda: convolving(shape=(0, 4, 8, 8)), None),
+        (with_bias, None),
+        (convolving, select(torch._C._ConvBackend.CudaDepthwise2d)),
+        (convolving, other_format),
+        (convolving, without("_select_conv_backend")),
+        (convolving, without("_conv_determine_backend_memory_format")),
+        (convolving, without("_ConvBackend")),
+        (convolving, contradictory),
     ],
-    ids=["one dimension", "transposed", "empty"],
 )
-def test_others_stay(build: Callable[[], fx.GraphModule]) -> None:
+def test_other_convolutions_stay(
+    build: Callable[[], fx.GraphModule], change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = build()
     code = module.code
+    if change is not None:
+        change(monkeypatch)
     use_out_variants(module)
     assert module.code == code
 
 
-@pytest.mark.usefixtures("cudnn")
-def test_one_with_a_bias_stays() -> None:
-    module = convolving(*PLAIN)
-    (conv,) = module.graph.find_nodes(op="call_function", target=aten.convolution.default)
-    conv.args = (*conv.args[:2], conv.args[1], *conv.args[3:])
-    use_out_variants(module)
-    assert convolutions(module) == ["aten.convolution.default"]
-
-
-def test_what_another_library_computes_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_select_conv_backend", lambda *_, **__: torch._C._ConvBackend.CudaDepthwise2d)
-    module = convolving(*PLAIN)
-    use_out_variants(module)
-    assert convolutions(module) == ["aten.convolution.default"]
-
-
-@pytest.mark.usefixtures("cudnn")
-def test_a_result_in_another_format_than_cudnn_s_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_conv_determine_backend_memory_format", lambda *_, **__: torch.channels_last)
-    module = convolving(*PLAIN)
-    use_out_variants(module)
-    assert convolutions(module) == ["aten.convolution.default"]
-
-
-@pytest.mark.usefixtures("cudnn")
-@pytest.mark.parametrize("name", ["_select_conv_backend", "_conv_determine_backend_memory_format", "_ConvBackend"])
-def test_where_pytorch_lacks_what_is_private_all_stay(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    module = convolving(*PLAIN)
-    monkeypatch.delattr(torch._C, name)
-    use_out_variants(module)
-    assert convolutions(module) == ["aten.convolution.default"]
-
-
-@pytest.mark.usefixtures("cudnn")
-def test_cudnn_is_asked_for_what_is_set_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(out_variants, "_cudnn_settings", lambda: (True, True, False))
-    module = convolving(*PLAIN)
-    use_out_variants(module)
-    (call,) = module.graph.find_nodes(op="call_function", target=aten.cudnn_convolution.out)
-    assert call.args[-3:] == (True, True, False)
-
-
-@pytest.mark.usefixtures("cudnn")
-def test_where_the_settings_contradict_each_other_all_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(out_variants, "_cudnn_settings", lambda: None)
-    module = convolving(*PLAIN)
-    use_out_variants(module)
-    assert convolutions(module) == ["aten.convolution.default"]
-
-
-def test_deterministic_algorithms_are_asked_for_either_way() -> None:
+def test_the_settings_of_cudnn_are_those_of_the_process() -> None:
     benchmark, deterministic, allow_tf32 = out_variants._cudnn_settings() or (None, None, None)
     assert (benchmark, deterministic) == (torch.backends.cudnn.benchmark, False)
     assert allow_tf32 == torch.backends.cudnn.allow_tf32
@@ -158,14 +132,13 @@ def test_deterministic_algorithms_are_asked_for_either_way() -> None:
         assert (out_variants._cudnn_settings() or ())[:2] == (True, True)
 
 
-def test_all_convolutions_of_a_recorded_model_write_where_the_schedule_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_can_place_all_results_of_a_convolutional_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_select_conv_backend", lambda *_, **__: torch._C._ConvBackend.Cudnn)
     monkeypatch.setattr(torch._C, "_conv_determine_backend_memory_format", lambda *_, **__: torch.channels_last)
     program = program_of(read("inception"))
     before = analyze(program)
     use_out_variants(program.module)
     after = analyze(program)
-    assert {str(op.target) for op in after.ops.values()} >= {"aten.cudnn_convolution.out"}
     inner = {name for name, storage in after.storages.items() if storage.role.value == "intermediate"}
     assert all(after.storages[name].placeable for name in inner)
     assert not all(before.storages[name].placeable for name in inner)
@@ -188,7 +161,7 @@ def test_cudnn_computes_the_same_into_given_memory(dtype: torch.dtype, channels_
         evaluate(module, [mode.from_tensor(tensor) for tensor in (x, w)])
     (expected,) = module(x, w)
     use_out_variants(module)
-    assert convolutions(module) == ["aten.cudnn_convolution.out"]
+    assert module.graph.find_nodes(op="call_function", target=aten.cudnn_convolution.out)
     (result,) = module(x, w)
     assert torch.equal(result, expected)
     assert result.stride() == expected.stride()
