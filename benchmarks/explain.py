@@ -35,7 +35,7 @@ OPS = 5
 HEAD = """# What explain says of six models
 
 Each section is what `autostream.explain` prints for a model at batch 1 (`python -m benchmarks.explain` makes it), and
-beneath it what was measured to see whether its conclusions compare_modes.
+beneath it what was measured to see whether its conclusions hold.
 """
 
 
@@ -178,7 +178,7 @@ def _of_kernels(report: Report, times: Mapping[int, float], unfused: Report) -> 
 
 
 def _verdict(holds: bool) -> str:
-    return "holds" if holds else "**does not compare_modes**"
+    return "holds" if holds else "**does not hold**"
 
 
 if __name__ == "__main__":

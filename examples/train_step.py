@@ -96,11 +96,9 @@ def main() -> None:
     ):
         start = time.perf_counter()
         losses = list(train(step, optimizer))
-        accuracies[name] = accuracy({"eager": model, "autostream": copied}[name])
+        right = accuracies[name] = accuracy({"eager": model, "autostream": copied}[name])
         seconds = time.perf_counter() - start
-        print(
-            f"{name:10}  loss {losses[0]:.3f} -> {losses[-1]:.3f}, {accuracies[name]:.1%} right, {seconds:.1f} s in all"
-        )
+        print(f"{name:10}  loss {losses[0]:.3f} -> {losses[-1]:.3f}, {right:.1%} right, {seconds:.1f} s in all")
     print()
     print(autostream.explain(fast, ops=5))
     assert min(accuracies.values()) >= ACCURACY, f"{accuracies} is less than {ACCURACY:.0%}"

@@ -58,7 +58,7 @@ def title(row: Row) -> str:
 
 
 def _table(lines: Sequence[Sequence[Entry]], head: Sequence[str], form: str, ratios: Sequence[str]) -> str:
-    """A table; the columns ``ratios`` may compare_modes spreads."""
+    """A table; the columns ``ratios`` may hold spreads."""
     if form == "csv":
         return _csv(lines, head, ratios)
     sides = ["left" if name in ("workload", "mode", "remark") else "right" for name in head]

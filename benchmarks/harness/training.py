@@ -182,7 +182,7 @@ def _optimizer_state(subject: TrainingSubject) -> list[Tensor]:
 
 @torch.no_grad()
 def _restore(subject: TrainingSubject, start: Mapping[str, Tensor]) -> None:
-    """Restore the state before the first step, in place, since graphs compare_modes addresses."""
+    """Restore the state before the first step, in place, since graphs hold addresses."""
     for name, value in subject.model.state_dict().items():
         value.copy_(start[name])
     for tensor in _optimizer_state(subject):

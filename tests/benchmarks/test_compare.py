@@ -1,4 +1,4 @@
-"""Two results, row by row; what counts as worse is tested beside it (tests/bench/test_changes.py)."""
+"""Two results, row by row; what counts as worse is tested beside it (tests/cli/test_changes.py)."""
 
 from __future__ import annotations
 
@@ -39,11 +39,3 @@ def test_what_only_the_newer_has_is_not_compared() -> None:
         ("b ×8", "autostream", "ok", False),
         ("gone", "autostream", "missing", True),
     ]
-
-
-def test_either_time_is_compared() -> None:
-    slower = cells(5.0)
-    slower["autostream"]["device_us"] = [10.0, 10.0, 10.0]
-    before, after = result(row("a", **cells(5.0))), result(row("a", **slower))
-    assert [change.share for change in of(before, after)] == [0.0]
-    assert [change.share for change in of(before, after, measure="device")] == [-0.75]

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from autostream.ir import Candidate
 from autostream.reporting.report import Report
 from benchmarks import explain as generator
-from benchmarks.explain import by_streams, claims, main, with_section
-from tests.reporting.reports import CHOSEN, GRAPHED, ONE_STREAM, PLAIN, REPORT, UNCAPTURED
+from benchmarks.explain import claims, with_section
+from tests.reporting.reports import CHOSEN, GRAPHED, REPORT
 
 LARGER = replace(REPORT, candidates=(replace(GRAPHED, measured_us=63.0),))
 UNFUSED = replace(REPORT, candidates=(replace(GRAPHED, measured_us=42.0),))
-
-
-def test_the_best_time_of_each_number_of_streams_counts() -> None:
-    slower = replace(CHOSEN, measured_us=15.0)
-    report = replace(REPORT, candidates=(UNCAPTURED, CHOSEN, slower, GRAPHED, replace(CHOSEN, measured_us=None)))
-    assert by_streams(report) == {1: 21.0, 2: 14.0}
-    assert by_streams(PLAIN) == {}
 
 
 def test_each_conclusion_stands_beside_a_measurement() -> None:
@@ -55,39 +47,7 @@ def chosen(candidate: Candidate, *others: Candidate) -> Report:
     ],
 )
 def test_what_is_wrong_is_said_to_be(report: Report, larger: Report, at: int) -> None:
-    assert [verdict for _, _, verdict in claims(report, larger, UNFUSED)][at] == "**does not compare_modes**"
-
-
-def test_without_measurements_nothing_is_claimed() -> None:
-    assert claims(PLAIN, PLAIN, PLAIN) == []
-    alone = Candidate(ONE_STREAM, captured=True, predicted_us=19.5)
-    assert claims(chosen(alone), chosen(alone), chosen(alone)) == []
-
-
-def test_sections_are_replaced_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "explain.md"
-    monkeypatch.setattr(generator, "section", lambda name: f"first {name}")
-    assert main(["towers8", "bert_base", "--out", str(out)]) == 0
-    monkeypatch.setattr(generator, "section", lambda name: f"second {name}")
-    assert main(["towers8", "--out", str(out)]) == 0
-    text = out.read_text()
-    assert text.startswith("# What explain says of six models\n")
-    assert [line for line in text.splitlines() if line.startswith(("first", "second"))] == [
-        "second towers8",
-        "first bert_base",
-    ]
-
-
-def test_all_six_are_there_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator, "section", lambda name: name)
-    main(["--out", str(tmp_path / "explain.md")])
-    assert (tmp_path / "explain.md").read_text().count(":begin -->") == 6
-
-
-def test_unknown_workloads_are_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["towers9", "--out", str(tmp_path / "explain.md")])
-    assert "towers9: use googlenet, " in capsys.readouterr().err
+    assert [verdict for _, _, verdict in claims(report, larger, UNFUSED)][at] == "**does not hold**"
 
 
 def test_a_section_is_made_where_there_is_no_gpu_too() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,10 @@ import torch
 from torch import nn
 
 from autostream.cli import modes
-from autostream.errors import OptionError
-from autostream.options import Options
 from autostream.runtime.clock import Measured
 from benchmarks import host
 from benchmarks.harness import training
-from benchmarks.host import PLAIN, ROWS, WORKLOADS, BusyClock, Pace, main, measured, order, table, unavailable
+from benchmarks.host import PLAIN, ROWS, BusyClock, Pace, main, measured, table
 from benchmarks.suites import comparison_of
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
@@ -95,13 +91,6 @@ def run_main(
     return saved
 
 
-def test_all_workloads_run_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    saved = run_main(monkeypatch, tmp_path)
-    assert [row["workload"] for row in saved["rows"]] == [*WORKLOADS]
-    assert not any(row["after"] for row in saved["rows"])
-    assert saved["skipped"] == []
-
-
 def test_what_there_is_no_time_for_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     saved = run_main(monkeypatch, tmp_path, "linear", "towers8", "googlenet", "--seconds", "15", "--after-compile")
     assert [(row["workload"], row["left"], row["after"]) for row in saved["rows"]] == [
@@ -110,25 +99,6 @@ def test_what_there_is_no_time_for_is_named(monkeypatch: pytest.MonkeyPatch, tmp
     ]
     assert saved["skipped"] == ["googlenet"]
     assert "- googlenet: no time was left" in (tmp_path / "host.md").read_text()
-
-
-def test_an_unknown_workload_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["gogglenet"])
-    assert "gogglenet: use linear, googlenet" in capsys.readouterr().err
-
-
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        main([])
-    assert "there is no CUDA device here" in capsys.readouterr().err
-
-
-def test_default_workloads_are_among_all() -> None:
-    assert set(WORKLOADS) <= set(ROWS)
-    assert ROWS["mlp12_adamw"].batch == 64
-    assert ROWS["resnet50_adamw"].optimizer == "adamw"
 
 
 # A process of its own
@@ -146,39 +116,11 @@ def in_a_process(monkeypatch: pytest.MonkeyPatch, program: str, seconds: float =
     return host._in_a_process("linear", False, 0.0, seconds)
 
 
-def test_a_row_comes_from_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = in_a_process(monkeypatch, """print("noise"); open(FILE, "w").write('{"modes": {}}')""")
-    assert row == {"workload": "linear", "seconds": row["seconds"], "modes": {}}
-
-
 def test_a_process_that_crashes_costs_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_a_process(monkeypatch, "import os; os.abort()")["failed"] == "its process ended with -6"
 
 
-def test_a_process_is_ended_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert in_a_process(monkeypatch, "import time; time.sleep(600)", 0.1)["failed"] == "it did not end in time"
-
-
-def test_a_process_writes_what_it_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = []
-    monkeypatch.setattr(host, "comparison_of", lambda row, device: lambda: (row, device))
-    monkeypatch.setattr(host, "measured", lambda *arguments: asked.append(arguments[:2]) or {"modes": {}})
-    host.write("towers8", True, 0.0, str(tmp_path / "row.json"))
-    assert asked == [((ROWS["towers8"], "cuda"), True)]
-    assert json.loads((tmp_path / "row.json").read_text()) == {"modes": {}}
-
-
 # Modes
-
-
-def test_modes_are_unavailable_where_their_options_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(options: dict[str, Any]) -> Options:
-        raise OptionError(f"there is no option {[*options]}")
-
-    monkeypatch.setattr(Options, "parse", refuse)
-    assert unavailable() == {"autostream_inputs": "there is no option ['guards']"}
-    monkeypatch.setattr(Options, "parse", lambda options: Options())
-    assert unavailable() == {}
 
 
 class Wrong(nn.Module):
@@ -213,16 +155,6 @@ def test_modes_that_work_are_timed_and_the_others_named(monkeypatch: pytest.Monk
     assert "linear, broken: RuntimeError: no such luck" in table(result({"workload": "linear", **row}))
 
 
-def test_where_autostream_fails_the_others_are_timed(monkeypatch: pytest.MonkeyPatch, ticks: None) -> None:
-    monkeypatch.setattr(host, "PLAIN", {"bare_replay": modes.eager, "autostream": broken})
-    monkeypatch.setattr(host, "COMPILED", {})
-    row = measured(comparison_of(ROWS["linear"], "cpu")(), False, lambda what: None)
-    assert row["autostream_before_compile_us"] is None
-    assert "autostream_after_compile_us" not in row
-    assert row["modes"]["bare_replay"]["host_us"]
-    assert row["modes"]["autostream"] == {"failed": "RuntimeError: no such luck"}
-
-
 def test_training_steps_are_timed_with_gradients(monkeypatch: pytest.MonkeyPatch, ticks: None) -> None:
     monkeypatch.setattr(host, "TRAINING", {"bare_replay": training.eager})
     monkeypatch.setattr(host, "STEPS", 2)
@@ -234,35 +166,12 @@ def test_training_steps_are_timed_with_gradients(monkeypatch: pytest.MonkeyPatch
     assert [*row] == ["modes"], "nothing is compiled there"
 
 
-def test_collections_are_off_while_calls_are_timed(monkeypatch: pytest.MonkeyPatch, ticks: None) -> None:
-    seen = set()
-    measure = Ticks.host_us
-
-    def host_us(self: Ticks, call: Measured, pace: Pace) -> float | None:
-        seen.add(gc.isenabled())
-        return measure(self, call, pace)
-
-    monkeypatch.setattr(Ticks, "host_us", host_us)
-    monkeypatch.setattr(host, "PLAIN", {"autostream": modes.eager})
-    monkeypatch.setattr(host, "COMPILED", {})
-    measured(comparison_of(ROWS["linear"], "cpu")(), True, lambda what: None)
-    assert seen == {False}
-    assert gc.isenabled()
-
-
 def test_a_call_that_cannot_be_queued_has_the_other_times(monkeypatch: pytest.MonkeyPatch, ticks: None) -> None:
     monkeypatch.setattr(Ticks, "pace", lambda *_: None)
     cells = host.rounds({"a": lambda: None}, host.BusyClock(CPU), CPU, 40, lambda what: None)
     assert (cells["a"]["host_us"], cells["a"]["queued_calls"], cells["a"]["rounds"]) == (None, None, 0)
     assert cells["a"]["latency_us"]
     assert entries(table(result({"workload": "w", "modes": cells})).splitlines()[2])[2:4] == ["", ""]
-
-
-def test_each_mode_has_each_place_and_several_neighbours() -> None:
-    orders = [order("abc", turn) for turn in range(6)]
-    assert [{names[place] for names in orders} for place in range(3)] == [set("abc")] * 3
-    assert {(a, b) for names in orders for a, b in pairwise(names)} == {(a, b) for a in "abc" for b in "abc" if a != b}
-    assert order([], 1) == []
 
 
 # The table
@@ -279,18 +188,6 @@ def test_the_table_has_a_line_for_each_mode() -> None:
     assert entries(bare) == ["towers8", "bare_replay", "20.0", "19.0 to 21.0", "50.0", "30.0", "31.0", "", ""]
     assert entries(ours) == ["towers8", "autostream", "80.0", "79.0 to 81.0", "50.0", "30.0", "31.0", "78.0", "134.0"]
     assert entries(headers)[-2:] == ["autostream_before_compile_us", "autostream_after_compile_us"]
-
-
-def test_what_was_not_measured_is_named_beneath() -> None:
-    rows = [{"workload": "linear", "failed": "its process ended with -6"}]
-    rows += [{"workload": "towers8", "modes": {"reduce_overhead": {"failed": "no compiler"}}}]  # type: ignore[dict-item]
-    text = table(result(*rows, unavailable={"autostream_inputs": "there is no option"}, skipped=["googlenet"]))
-    assert text.splitlines()[-4:] == [
-        "- autostream_inputs: there is no option",
-        "- linear: its process ended with -6",
-        "- towers8, reduce_overhead: no compiler",
-        "- googlenet: no time was left",
-    ]
 
 
 # On a GPU

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from benchmarks import losses, zoo
 from benchmarks.harness.training import Step, TrainingSubject, eager
-from benchmarks.losses import AUTOCAST, PARTS, PRECISIONS, STEPS, WINDOW, distance, in_parts, main, row, spread, table
+from benchmarks.losses import PARTS, PRECISIONS, in_parts, main, row
 
 TINY = zoo.TrainingWorkload(
     "tiny",
@@ -59,39 +57,6 @@ def test_a_step_that_is_wrong_is_far_from_them(wrong: float, monkeypatch: pytest
     assert found["autostream"] > 100 * found["spread"]
 
 
-def watching(monkeypatch: pytest.MonkeyPatch, workload: zoo.TrainingWorkload = TINY) -> list[list[Tensor]]:
-    """The rows that the loss is called with in a step of each run, call by call; the last run is ours."""
-    calls, steps = list[Tensor](), list[list[Tensor]]()
-
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        calls.append(torch.cat([x, y], 1))
-        return workload.loss(model, x, y)
-
-    def watched(subject: TrainingSubject) -> Step:
-        def step(*data: Tensor) -> Tensor:
-            calls.clear()
-            value = subject.loss(subject.model, *data)
-            steps.append(list(calls))
-            return value
-
-        return step
-
-    monkeypatch.setattr(losses, "STEPS", WINDOW)
-    monkeypatch.setattr(losses, "eager", watched)
-    monkeypatch.setattr(losses, "scheduled", watched)
-    trained(replace(workload, loss=loss))
-    return steps[::WINDOW]
-
-
-def test_each_run_sums_the_same_rows_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    *runs, (ours,) = watching(monkeypatch)
-    assert [len(parts) for parts in runs] == [count for count in PARTS for _ in range(2)]
-    for first, second in zip(map(torch.cat, runs[::2]), map(torch.cat, runs[1::2]), strict=True):
-        assert torch.equal(first, ours)
-        assert not torch.equal(second, ours)
-        assert torch.equal(second.sort(0).values, ours.sort(0).values)
-
-
 def test_a_step_over_parts_is_that_over_the_batch() -> None:
     """Two steps, for the second has the momentum of the first."""
     found = []
@@ -103,55 +68,7 @@ def test_a_step_over_parts_is_that_over_the_batch() -> None:
     torch.testing.assert_close(found[2], found[0])
 
 
-def test_a_batch_whose_mean_the_model_computes_with_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
-    assert {len(parts) for parts in watching(monkeypatch, replace(TINY, model=lambda: model))} == {1}
-
-
-def test_under_autocast_weights_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products are in bfloat16, weights and what the optimizer adds to them in float32."""
-    dtypes = set()
-
-    def watched(subject: TrainingSubject) -> Step:
-        def step(*data: Tensor) -> Tensor:
-            subject.model.register_forward_hook(lambda *call: dtypes.add(call[-1].dtype))
-            subject.loss(subject.model, *data)
-            return torch.ones(())
-
-        assert {parameter.dtype for parameter in subject.model.parameters()} == {torch.float32}
-        return step
-
-    monkeypatch.setattr(losses, "STEPS", WINDOW)
-    monkeypatch.setattr(losses, "eager", watched)
-    monkeypatch.setattr(losses, "scheduled", watched)
-    trained(precision=AUTOCAST)
-    assert dtypes == {torch.bfloat16}
-
-
-def test_windows_are_means_of_steps() -> None:
-    def counting(subject: TrainingSubject) -> Callable[..., Tensor]:
-        numbers = iter(range(STEPS))
-        return lambda *data: torch.tensor(next(numbers))
-
-    subject = zoo.prepare_training(TINY, 16, "sgd", torch.device("cpu"), torch.float32)
-    found = losses.losses(subject, counting, torch.arange(16))
-    assert found.tolist() == [window * WINDOW + (WINDOW - 1) / 2 for window in range(STEPS // WINDOW)]
-
-
-def test_the_spread_is_that_of_the_farthest() -> None:
-    near, far = torch.tensor([4.0, 2.0]), torch.tensor([4.0, 3.0])
-    assert spread([near, near, far]) == distance(far, [near, near]) == 0.25
-    with pytest.raises(ValueError, match="not finite"):
-        distance(torch.tensor([1.0, torch.nan]), [near])
-
-
 NUMBERS = {"batch": 4, "first": 2.0, "last": 1.5, "spread": 1.2e-6, "autostream": 0.005}
-
-
-def test_the_table_has_a_line_for_each_row() -> None:
-    *_, line = table([{"workload": "w", "optimizer": "sgd", "precision": AUTOCAST, **NUMBERS}]).splitlines()
-    found = [entry.strip() for entry in line.strip("|").split("|")]
-    assert found == ["w ×4 sgd", AUTOCAST, "2.0000 to 1.5000", "1.2e-06", "0.005"]
 
 
 def test_commands_save_after_each_row_into_one_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -45,9 +45,3 @@ def test_a_row_that_lacks_a_mode_or_what_it_takes_is_left_out(mode: str) -> None
     without = {name: value for name, value in CELLS.items() if name != mode}
     rows = [row("net", **CELLS), row("without", **without), row("unknown", **{**CELLS, mode: unknown})]
     assert [line[0] for line in entries(memory_table(rows))] == ["net"]
-
-
-def test_what_takes_nothing_has_no_ratio() -> None:
-    nothing = {mode: {**found, "reserved_bytes": 0} for mode, found in CELLS.items()}
-    ((*_, ratio, whole),) = entries(memory_table([row("net", **nothing)]))
-    assert (ratio, whole) == ("–", "1.00×")

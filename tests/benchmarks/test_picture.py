@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
-from autostream.ir import Timeline
 from autostream.reporting.report import Report
 from autostream.reporting.timeline import render
 from benchmarks import picture
@@ -26,13 +24,6 @@ def test_a_run_has_a_lane_for_each_stream() -> None:
         [(0.0, 2.0), (2.5, 4.0), (6.5, 4.0), (11.0, 2.0)],
         [(3.0, 6.0)],
     ]
-
-
-def test_what_was_measured_is_drawn_where_there_is_such() -> None:
-    assert REPORT.timeline is not None
-    slower = Timeline(tuple(replace(s, end_us=2 * s.end_us) for s in REPORT.timeline.slices), "measured")
-    found = run(replace(REPORT, measured=slower))
-    assert (found.source, found.end_us) == ("measured", 26.0)
 
 
 def test_traces_become_one_picture_and_the_same_ones_the_same(tmp_path: Path) -> None:

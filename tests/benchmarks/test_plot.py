@@ -67,14 +67,6 @@ def test_three_plots_are_drawn(tmp_path: Path) -> None:
         assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
 
 
-def test_the_same_result_gives_the_same_files(tmp_path: Path) -> None:
-    for name in "ab":
-        drawn(FULL, tmp_path / name)
-    for first in (tmp_path / "a").iterdir():
-        assert first.read_bytes() == (tmp_path / "b" / first.name).read_bytes()
-        assert "<dc:date>" not in first.read_text(encoding="utf-8")
-
-
 def test_a_bar_for_each_ratio_of_a_mode_and_a_name_for_each_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,49 +76,6 @@ def test_a_bar_for_each_ratio_of_a_mode_and_a_name_for_each_row(
     said = words(tmp_path / "quick-workloads.svg")
     assert {"alpha ×8", "alpha", "beta", "autostream", "times the speed of cuda_graph"} <= said
     assert not {"gamma", "delta", "eager"} & said, "rows without the baseline are left out"
-
-
-def test_bars_of_a_row_stand_beside_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bars = Spy(monkeypatch, "barh")
-    timed = {mode: cell(3.0, 3.0) for mode in ("cuda_graph", "one", "two")}
-    drawn(result(row("a", **timed), row("b", **timed)), tmp_path)
-    assert [(places, label) for places, _, label in bars.calls] == [([-0.2, 0.8], "one"), ([0.2, 1.2], "two")]
-
-
-def test_either_time_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bars = Spy(monkeypatch, "barh")
-    lines = Spy(monkeypatch, "plot")
-    slow = cells(6.0)
-    slow["autostream"]["device_us"] = [12.0, 12.0, 12.0]
-    drawn(result(row("a", **slow), row("a", 8, **slow)), tmp_path, "device")
-    assert bars.calls == [([0.0, 1.0], [0.5, 0.5], "autostream")]
-    assert lines.calls == [([1, 8], [0.5, 0.5], "a")]
-
-
-def test_rows_are_those_that_have_the_time_that_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mode without it leaves a gap; a baseline without it leaves the row out."""
-    bars = Spy(monkeypatch, "barh")
-    host = {"device_us": []}
-    rows = [
-        row("none", cuda_graph=cell(4.0, 4.0) | host, autostream=cell(2.0, 2.0)),
-        row("gap", cuda_graph=cell(4.0, 4.0), autostream=cell(2.0, 2.0) | host, eager=cell(8.0, 8.0)),
-        row("both", cuda_graph=cell(4.0, 4.0), autostream=cell(2.0, 2.0), eager=cell(8.0, 8.0)),
-    ]
-    drawn(result(*rows), tmp_path, "device")
-    assert [(median, label) for _, median, label in bars.calls] == [([0.5, 0.5], "eager"), ([2.0], "autostream")]
-    assert bars.calls[1][0] == [pytest.approx(1.2)], "in the place of its row"
-    said = words(tmp_path / "quick-workloads.svg")
-    assert {"gap", "both"} <= said
-    assert "none" not in said
-
-
-def test_the_first_row_is_on_top_and_times_are_on_scales_that_fit_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    turned, across, up = (Spy(monkeypatch, name) for name in ("invert_yaxis", "set_xscale", "set_yscale"))
-    drawn(FULL, tmp_path)
-    assert len(turned.calls) == 1
-    assert (across.calls, up.calls) == ([([*"log"], None)] * 2, [([*"log"], None)])
 
 
 def test_a_line_for_each_workload_with_several_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,19 +90,3 @@ def test_predictions_are_drawn_against_device_time(tmp_path: Path, monkeypatch: 
     drawn(FULL, tmp_path)
     assert points.calls == [([2.5, 2.0], [3.0, 2.0], None)]
     assert {"predicted µs", "measured device µs"} <= words(tmp_path / "quick-predictions.svg")
-
-
-@pytest.mark.parametrize(
-    ("rows", "names"),
-    [
-        ([], []),
-        ([row("a", failure="no")], []),
-        ([row("a", cuda_graph=cell(1.0, 2.0))], []),
-        ([row("a", cuda_graph=cell(1.0, 2.0), autostream=failed() | {"schedule": {"predicted_us": 1.0}})], []),
-        ([row("a", cuda_graph=failed(), autostream=cell(1.0, 2.0, schedule={"predicted_us": 1.0}))], ["predictions"]),
-        ([row("a", **cells(6.0)), row("b", 8, **cells(6.0))], ["workloads"]),
-        ([row("a", **cells(6.0)), row("a", 8, **cells(6.0))], ["workloads", "batches"]),
-    ],
-)
-def test_what_has_no_data_is_not_drawn(tmp_path: Path, rows: list[dict[str, Any]], names: list[str]) -> None:
-    assert drawn(result(*rows), tmp_path) == [f"quick-{name}.svg" for name in names]

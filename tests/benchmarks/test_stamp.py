@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks.stamp import LIBRARIES, _cpu, earlier_rows, save, stamp
+from benchmarks.stamp import LIBRARIES, earlier_rows, save, stamp
 
 
 @pytest.fixture(autouse=True)
@@ -29,28 +27,11 @@ def test_the_commit_is_not_that_of_the_folder_where_the_command_runs(
     assert stamp()["commit"] != "other"
 
 
-def test_the_commit_may_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AUTOSTREAM_COMMIT", "told")
-    assert stamp()["commit"] == "told"
-
-
 def test_libraries_that_are_installed_have_their_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     found = stamp()
     assert found["networkx"] == metadata.version("networkx")
     installed = {package.metadata["Name"] for package in metadata.distributions()}
     assert {name for name in LIBRARIES if name in found} == {*LIBRARIES} & installed
-
-
-def test_the_cpu_is_told() -> None:
-    found = stamp()
-    assert found["cpu"]
-    assert (found["cpus"], found["threads"]) == (os.cpu_count(), torch.get_num_threads())
-
-
-def test_without_a_model_the_cpu_is_its_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "read_text", lambda path: "processor : 0\nmodel name :\n")
-    monkeypatch.setattr("platform.machine", lambda: "arm")
-    assert _cpu() == "arm"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import startup
-from benchmarks.startup import MODES, first, main, row, table
+from benchmarks.startup import MODES, main, row
 
 
 def test_the_first_round_finds_empty_caches_and_the_others_those_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,32 +37,6 @@ def test_the_first_round_finds_empty_caches_and_the_others_those_of_the_first(mo
     assert seen[0][0] == seen[3][0] != seen[4][0]
 
 
-def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 3, b""))
-    with pytest.raises(
-        SystemExit, match="towers8 in the mode compile_reduce_overhead failed: its process ended with 3"
-    ):
-        row("towers8", warm=0)
-
-
-def test_the_clock_runs_while_the_mode_is_made_and_called(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    calls: list[str] = []
-    ticks = iter([10.0, 17.5])
-    monkeypatch.setattr(startup.time, "perf_counter", lambda: (calls.append("clock"), next(ticks))[1])
-    mode = lambda model, args: (calls.append("made"), lambda *args: calls.append("called"))[1]  # noqa: E731
-    monkeypatch.setattr(startup, "modes_of", lambda device: {"mode": mode})
-    first("mm_small", "mode")
-    assert calls == ["clock", "made", *["called"] * startup.CALLS, "clock"]
-    assert json.loads(capsys.readouterr().out) == 7.5
-
-
-def test_ratios_are_ours_to_theirs() -> None:
-    rows = [{"workload": "a", MODES[0]: {"cold_s": 8.0, "warm_s": 4.0}, MODES[1]: {"cold_s": 6.0, "warm_s": None}}]
-    assert "0.75×" in table(rows)
-
-
 def test_results_are_saved_with_their_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = {mode: {"cold_s": 2.0, "warm_s": 1.0} for mode in MODES}
     monkeypatch.setattr(startup, "row", lambda workload, warm: {"workload": workload, **cells})
@@ -71,9 +45,3 @@ def test_results_are_saved_with_their_stamp(tmp_path: Path, monkeypatch: pytest.
     assert [row["workload"] for row in result["rows"]] == ["googlenet"]
     assert result["stamp"]["commit"]
     assert "1.00×" in (tmp_path / "startup.md").read_text()
-
-
-def test_an_unknown_workload_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["gogglenet"])
-    assert "gogglenet: use googlenet" in capsys.readouterr().err

@@ -33,53 +33,10 @@ def test_a_suite_names_what_exists_and_each_thing_once(name: str) -> None:
         assert isinstance(getattr(torch, row.dtype), torch.dtype)
 
 
-def test_inference_has_every_workload_alone_and_eight_in_batches() -> None:
-    rows = SUITES["inference"].rows
-    batches = {batch: [row.workload for row in rows if row.batch == batch] for batch in (1, 8, 32)}
-    assert sum(map(len, batches.values())) == len(rows)
-    assert sorted(batches[1]) == sorted(zoo.INFERENCE)
-    assert len(batches[8]) == 8
-    assert batches[8] == batches[32]
-    assert {row.dtype for row in rows} == {"float16"}
-
-
 def test_inference_runs_all_modes_but_the_slow_ones_and_of_autostreams_variants_one_stream_alone() -> None:
     every = modes_of(torch.device("cuda"))
     variants = AUTOSTREAM.keys() - {"autostream", ONE_STREAM}
     assert set(SUITES["inference"].modes) == every.keys() - {"compile_max_autotune"} - variants
-
-
-def test_training_has_every_workload_with_every_optimizer_and_all_modes() -> None:
-    suite = SUITES["training"]
-    found = [(row.workload, row.batch, row.optimizer) for row in suite.rows]
-    workloads = [(name, batch) for name, workload in zoo.TRAINING.items() for batch in workload.batches]
-    assert sorted(found) == sorted((*workload, optimizer) for workload in workloads for optimizer in ("sgd", "adamw"))
-    assert ("train_bert_base", 32) in workloads, "it fills the GPU: nothing may be lost there"
-    assert {*suite.modes} == training_modes_of(torch.device("cuda")).keys()
-
-
-def test_quick_is_a_part_of_inference() -> None:
-    quick, full = SUITES["quick"], SUITES["inference"]
-    assert set(quick.rows) < set(full.rows)
-    assert set(quick.modes) < set(full.modes)
-    assert (quick.device, quick.baseline) == (full.device, full.baseline)
-
-
-def test_the_parallel_suite_has_each_product_both_ways_in_the_modes_of_quick() -> None:
-    suite = SUITES["parallel"]
-    assert suite.modes == SUITES["quick"].modes
-    assert {row.workload for row in suite.rows} == {
-        *zoo.PARALLEL,
-        *(name for name in zoo.INFERENCE if name[:3] == "mm_"),
-    }
-
-
-def test_the_cpu_suite_is_two_workloads_for_the_cpu() -> None:
-    suite = SUITES["cpu"]
-    assert (suite.device, suite.baseline, len(suite.rows)) == ("cpu", "eager", 2)
-    assert suite.modes == tuple(modes_of(torch.device("cpu")))
-    assert {name for name in AUTOSTREAM if "inductor" not in name} < {*suite.modes}
-    assert [name for name in SUITES if SUITES[name].device == "cpu"] == ["cpu"]
 
 
 def test_the_schema_has_the_suites_dtypes_and_optimizers() -> None:

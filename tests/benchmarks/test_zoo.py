@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream.frontend.tree import flatten
 from benchmarks.harness.inference import Subject
 from benchmarks.harness.training import TrainingSubject
 from benchmarks.zoo import (
     INFERENCE,
     OPTIMIZERS,
     PARALLEL,
-    SMALLEST,
     TRAINING,
     TrainingWorkload,
     Workload,
@@ -79,25 +77,6 @@ def all_tensors(subject: Subject | TrainingSubject) -> list[Tensor]:
     return [*subject.model.state_dict().values(), *inputs]
 
 
-def test_all_workloads_are_there() -> None:
-    assert list(INFERENCE) == [
-        "googlenet", "inception_v3", "inception_v4", "nasnetalarge", "pnasnet5large", "randwire", "squeezenet1_1",
-        "mobilenet_v2", "efficientnet_b0", "resnet50", "densenet121", "resnet50_fpn", "mask_rcnn_backbone", "vit_b_16",
-        "bert_base", "t5_small", "clip", "dlrm", "deepfm", "moe8", "towers8", "ensemble4", "bilstm", "mm_small",
-        "mm_medium", "mm_large",
-    ]  # fmt: skip
-    assert [name.removeprefix("train_") for name in TRAINING] == [
-        "mlp12", "encoder6", "bert_base", "resnet50", "googlenet", "dlrm",
-    ]  # fmt: skip
-    assert list(OPTIMIZERS) == ["sgd", "adamw"]
-
-
-def test_eight_workloads_are_measured_at_three_batch_sizes() -> None:
-    batches = [workload.batches for workload in INFERENCE.values()]
-    assert batches.count((1, 8, 32)) == 8
-    assert batches.count((1,)) == len(batches) - 8
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in HEAVY else ()) for name in INFERENCE]
 )
@@ -107,27 +86,12 @@ def test_an_inference_workload_passes_its_own_checks(name: str) -> None:
     assert {tensor.device for tensor in all_tensors(subject)} == {CPU}
 
 
-def test_one_layer_passes_the_checks_of_a_workload() -> None:
-    assert prepare(SMALLEST["linear"], 1, CPU, torch.float32).args[0].shape == (1, 1024)
-
-
 def test_parallel_products_are_the_products() -> None:
     parallel, product = (
         prepare(each, 1, CPU, torch.float32) for each in (PARALLEL["parallel_small"], INFERENCE["mm_small"])
     )
     assert [name.rpartition("_")[2] for name in PARALLEL] == ["small", "medium", "large"]
     torch.testing.assert_close(parallel.model(*parallel.args), product.model(*product.args), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", [*HEAVY, "bert_base", "t5_small", "clip", "dlrm", "resnet50_fpn"])
-def test_a_workload_takes_any_batch_size(name: str) -> None:
-    """On a device without numbers, where also the heavy ones are light; but BERT looks at its mask's."""
-    with torch.device("cpu" if name == "bert_base" else "meta"):
-        model = INFERENCE[name].model().eval()
-        outputs = [flatten(model(*INFERENCE[name].inputs(batch)))[0] for batch in (1, 2)]
-    for one, two in zip(*outputs, strict=True):
-        assert one.dim() == two.dim()
-        assert one.numel() < two.numel()
 
 
 @pytest.mark.parametrize("name", TRAINING)
@@ -170,12 +134,6 @@ def test_weights_and_inputs_are_the_same_each_time_and_the_random_state_stays(
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
     assert all(map(torch.equal, all_tensors(first), all_tensors(make())))
-
-
-def test_neither_weights_nor_statistics_depend_on_the_batch_size() -> None:
-    one, five = (prepare(READER, batch, CPU, torch.float32) for batch in (1, 5))
-    assert [len(arg) for arg in (*five.args, *five.others)] == [5] * 4
-    assert all(map(torch.equal, one.model.state_dict().values(), five.model.state_dict().values()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

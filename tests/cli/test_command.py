@@ -23,20 +23,6 @@ def parser() -> Parser:
     return made
 
 
-def test_a_command_is_found_by_its_name_and_run_with_what_it_takes() -> None:
-    given = parser().parse_args(["greet", "Ann", "--softly"])
-    assert (given.name, given.loud, given.softly) == ("Ann", False, True)
-    assert given.run(given) == 3
-
-
-def test_its_help_shows_what_it_is_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parser().parse_args(["greet", "--help"])
-    shown = capsys.readouterr().out
-    assert "\nSay hello.\nPolitely.\n" in shown
-    assert shown.endswith("\nexample: say greet Ann --loud\n")
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

@@ -29,10 +29,7 @@ CELLS: dict[str, Any] = {
 """Of a benchmark."""
 
 COMMANDS = {
-    "schedule.txt": "schedule net.py:with_inputs",
-    "explain.txt": "explain net.py:with_inputs --ops 2",
     "inspect.txt": "inspect net.py:with_inputs",
-    "inspect-chosen.txt": "inspect net.py:with_inputs --critical --sort cost --columns op,cost,slack,bytes",
     "inspect.json": "inspect net.py:with_inputs --json",
     "inspect.dot": "inspect net.py:with_inputs --dot",
     "trace.json": "trace net.py:with_inputs",

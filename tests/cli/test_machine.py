@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +15,6 @@ from autostream.cli import machine
 from autostream.costs.device import profile_named
 from autostream.costs.records import Context
 from autostream.ir import Decision, DeviceProfile
-from autostream.reporting import text
 from tests.cli.calls import error_of
 
 REMARKS = (Decision("", "not kept", "the disk is full"),)
@@ -33,13 +30,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> DeviceProfile:
         machine, "profile_anew", lambda device: (measured, (Decision("", "not kept", "the disk is full"),))
     )
     return measured
-
-
-def test_a_gpu_is_measured_and_shown(capsys: pytest.CaptureFixture[str], gpu: DeviceProfile) -> None:
-    assert cli.main(["profile"]) == 0
-    out, err = capsys.readouterr()
-    assert out == f"{text.profile(gpu)}\n"
-    assert err == "autostream: not kept: the disk is full\n"
 
 
 def test_a_gpu_is_measured_for_others(
@@ -71,22 +61,6 @@ def test_what_cannot_be_measured_is_one_line(
 
 def test_a_processor_is_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert error_of(capsys, "profile", "--device", "cpu").startswith("--device cpu: a processor is not measured")
-
-
-def test_env_says_what_a_report_of_a_fault_needs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("AUTOSTREAM_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
-    (tmp_path / "kept").write_bytes(b"x" * 2000)
-    assert cli.main(["env", "--json"]) == 0
-    printed = capsys.readouterr().out
-    facts = json.loads(printed)
-    assert facts["versions"]["torch"] == str(torch.__version__)
-    assert facts["versions"]["networkx"] == metadata.version("networkx")
-    assert facts["kept in"] == f"{tmp_path}, 1 file, 2.0 kB"
-    assert facts["set"]["AUTOSTREAM_CACHE_DIR"] == str(tmp_path)
-    assert "hunter2" not in printed
 
 
 def test_env_has_a_line_for_each_fact(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,16 +32,6 @@ from tests.reporting.reports import PLAIN, REPORT
 TEN = Selection(ops=10)
 
 
-def test_inspect_plans_a_real_model_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    assert cli.main(["inspect", model, "--device", "h200", "--json"]) == 0
-    dumped = json.loads(capsys.readouterr().out)
-    assert dumped["model"] == "Diamond"
-    assert dumped["profile"]["name"] == "NVIDIA H200"
-    assert dumped["summary"]["width"] == 2
-    targets = [op["target"].split(".")[1] for op in dumped["graph"]["ops"].values()]
-    assert targets == ["relu", "linear", "linear", "add"]
-
-
 def test_inspect_finds_the_branches_of_googlenet(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", "googlenet", "--device", "h200", "--policy", "path_cover", "--ops", "0"]) == 0
     # 57 times convolution, batch norm and ReLU; 4 poolings between and 9 within the 9 inception modules, which have
@@ -56,27 +46,6 @@ def test_a_plan_without_a_gpu_runs_nothing(planned: SimpleNamespace) -> None:
     seen = [values for name, values in planned.model.state_dict().items() if name.endswith("running_var")]
     assert seen
     assert all((values == 1.0).all() for values in seen)
-
-
-def test_schedule_predicts_for_a_gpu_that_is_not_here_and_says_how_sure_that_is(
-    capsys: pytest.CaptureFixture[str], model: str
-) -> None:
-    assert cli.main(["schedule", model, "--device", "h100"]) == 0
-    printed = capsys.readouterr().out
-    assert re.search("^device +NVIDIA H100", printed, re.MULTILINE)
-    assert re.search("^uncertain +.* if ops take 35% less or more time and room", printed, re.MULTILINE)
-    assert "\nWhat to try\n" in printed
-    assert "\nOps in launch order" not in printed, "that is for inspect"
-
-
-def test_schedule_says_as_json_what_inspect_does(
-    capsys: pytest.CaptureFixture[str], model: str, planned: SimpleNamespace
-) -> None:
-    assert cli.main(["schedule", model, "--json"]) == 0
-    scheduled = capsys.readouterr().out
-    assert cli.main(["inspect", model, "--json"]) == 0
-    assert json.loads(scheduled)["explanation"]["reasons"]
-    assert capsys.readouterr().out == scheduled
 
 
 def test_a_gpu_that_was_measured_is_planned_for_by_its_file(model: str, planned: SimpleNamespace) -> None:
@@ -109,27 +78,6 @@ def test_a_file_of_an_older_way_to_measure_is_refused_with_both_named(
     )
 
 
-def test_the_graph_that_runs_is_shown_as_code(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    assert cli.main(["inspect", model, "--device", "h200", "--code", "--memory-budget", "inf"]) == 0
-    shown = capsys.readouterr().out
-    assert "def forward(self" in shown
-    assert "wait" in shown
-
-
-@pytest.mark.parametrize(
-    ("flags", "start"), [([], "model "), (["--json"], '{\n "schema": 2'), (["--dot"], "digraph {\n  node [")]
-)
-def test_three_faces_to_the_terminal_or_to_a_file(
-    capsys: pytest.CaptureFixture[str], model: str, planned: SimpleNamespace, flags: list[str], start: str
-) -> None:
-    assert cli.main(["inspect", model, *flags]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith(start)
-    assert cli.main(["inspect", model, *flags, "--out", "report"]) == 0
-    assert capsys.readouterr().out == ""
-    assert Path("report").read_text(encoding="utf-8") == printed
-
-
 def test_inspect_asks_for_what_it_was_told(model: str, planned: SimpleNamespace) -> None:
     argv = "inspect net.py:Diamond --input 2x64:float16 --device h200 --policy path_cover --streams 3"
     more = "--costs roofline --kernels eager --tuning-seconds 0.5 --memory-budget 64MiB --seed 7"
@@ -141,11 +89,6 @@ def test_inspect_asks_for_what_it_was_told(model: str, planned: SimpleNamespace)
     assert [(tuple(x.shape), x.dtype) for x in planned.args] == [((2, 64), torch.float16)]
     assert planned.model.left.weight.dtype == torch.float16
     assert not planned.grad
-
-
-def test_what_is_not_told_is_as_for_optimize(model: str, planned: SimpleNamespace) -> None:
-    assert cli.main(["schedule", model]) == 0
-    assert planned.options == Options()
 
 
 @pytest.mark.parametrize(
@@ -173,11 +116,6 @@ def test_answers_are_about_the_ops_that_are_chosen(
     assert cli.main([command, model, "--stream", "1"]) == 0
     (table,) = [part for part in capsys.readouterr().out.split("\n\n") if part.startswith("Why on which stream")]
     assert [line.split()[0] for line in table.splitlines()[3:]] == ["2", "d"], "what is about the whole, and d"
-
-
-def test_ops_limits_the_table(capsys: pytest.CaptureFixture[str], model: str, planned: SimpleNamespace) -> None:
-    assert cli.main(["inspect", model, "--ops", "2"]) == 0
-    assert "the 2 costliest of 5" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -321,11 +259,6 @@ def test_the_graph_is_shown_before_and_after_each_stage(capsys: pytest.CaptureFi
     assert "autostream_runtime_streams_fork('cuda:0', 2)" in lowered
 
 
-def test_report_writes_a_page(model: str, planned: SimpleNamespace) -> None:
-    assert cli.main(["report", model, "--out", "report.html"]) == 0
-    assert Path("report.html").read_text(encoding="utf-8") == f"{assemble.render(REPORT)}\n"
-
-
 def test_nothing_to_draw_is_told_with_the_reason(
     capsys: pytest.CaptureFixture[str], model: str, planned: SimpleNamespace
 ) -> None:
@@ -339,13 +272,3 @@ def test_what_the_users_code_prints_is_no_part_of_the_answer(capsys: pytest.Capt
     Path("loud.py").write_text("print('import')" + MODEL.replace("return Diamond(), ", "print(); return Diamond(), "))
     assert cli.main(["inspect", "loud.py:with_inputs", "--json", "--device", "cpu"]) == 0
     assert json.loads(capsys.readouterr().out)["model"] == "Diamond"
-
-
-def test_a_model_that_only_optimize_can_split_says_so(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    said = error_of(capsys, "inspect", "net.py:Branching", "--input", "3")
-    assert "autostream.optimize splits such a model at graph breaks" in said
-
-
-def test_an_input_beyond_all_memory_is_one_line(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    said = error_of(capsys, "inspect", "net.py:Diamond", "--input", "999999999x999999999x9")
-    assert said.endswith("): use smaller sizes")

@@ -12,18 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from autostream import cli
-from autostream.cli.terminal import progress, show, status
+from autostream.cli.terminal import progress, show
 from autostream.reporting.text import render
 from tests.reporting.reports import REPORT
-
-
-def test_a_terminal_that_lacks_characters_shows_others(
-    monkeypatch: pytest.MonkeyPatch, model: str, planned: SimpleNamespace
-) -> None:
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", terminal)
-    assert cli.main(["inspect", model]) == 0
-    assert b"14.0 ?s, 1.50? the speed" in terminal.buffer.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("said", ["No space left on device", "it is closed"])
@@ -81,14 +72,6 @@ def test_no_colours_where_they_are_not_wanted(monkeypatch: pytest.MonkeyPatch, v
     assert terminal.getvalue() == f"{render(REPORT)}\n"
 
 
-def test_no_colours_in_what_programs_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    terminal = opened(monkeypatch)
-    show(REPORT.to_json())
-    show(render(REPORT), tmp_path / "report.txt", report=True)
-    assert terminal.getvalue() == f"{REPORT.to_json()}\n"
-    assert "\033" not in (tmp_path / "report.txt").read_text(encoding="utf-8")
-
-
 def test_what_takes_long_is_told_on_a_terminal_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = opened(monkeypatch)
     with progress("planning net", every_s=1e-3):
@@ -96,19 +79,6 @@ def test_what_takes_long_is_told_on_a_terminal_and_cleared(monkeypatch: pytest.M
     shown = terminal.getvalue()
     assert shown.startswith("\r\033[Kplanning net: 0 s")
     assert shown.endswith("\r\033[K")
-
-
-def test_what_is_quick_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = opened(monkeypatch)
-    with progress("planning net", every_s=1e3):
-        pass
-    assert terminal.getvalue() == "\r\033[K"
-
-
-def test_progress_is_for_terminals(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress("planning net", every_s=0.0):
-        status("eager")
-    assert capsys.readouterr().err == ""
 
 
 def test_without_stderr_the_answer_is_the_same(

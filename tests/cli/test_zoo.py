@@ -43,13 +43,6 @@ def test_weights_and_inputs_are_the_same_each_time_and_the_random_state_stays(na
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-def test_a_timm_model_has_the_input_of_its_configuration() -> None:
-    model, (image,) = build("test_byobnet.r160_in1k")
-    assert image.shape == (1, 3, 160, 160)
-    assert not model.training
-    assert model(image).shape == (1, 1000)
-
-
 def test_the_backbone_of_a_segmentation_model_is_not_downloaded() -> None:
     model, _ = build("lraspp_mobilenet_v3_large")
     assert not model.training
@@ -61,11 +54,6 @@ def test_the_backbone_of_a_segmentation_model_is_not_downloaded() -> None:
 def test_other_tasks_take_other_inputs(name: str, shapes: list[tuple[int, ...]]) -> None:
     _, args = build(name)
     assert [tuple(arg.shape) for arg in args] == shapes
-
-
-def test_a_detector_takes_a_list_of_images() -> None:
-    _, (images,) = build("ssdlite320_mobilenet_v3_large")
-    assert [tuple(image.shape) for image in images] == [(3, 224, 224)]
 
 
 def test_a_misspelt_name_is_answered_with_near_ones() -> None:

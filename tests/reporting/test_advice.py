@@ -45,24 +45,6 @@ def test_what_is_left_to_gain_is_what_the_ceilings_say() -> None:
     )
 
 
-def test_what_is_left_to_gain_is_left_to_what_runs_rather_than_to_what_the_budget_keeps_out() -> None:
-    """Op d waits for c, so what runs takes 18 µs; the one kept out 12, though a prediction made by hand says 12.9.
-
-    stream 0   a  b  c     e
-    stream 1            d
-    """
-    launches = (Launch("a", 0), Launch("b", 0), Launch("c", 0), Launch("d", 1, waits=("c",)), Launch("e", 0, ("d",)))
-    slow = replace(CHOSEN, schedule=replace(CHOSEN.schedule, launches=launches))
-    large = replace(CHOSEN, predicted_us=12.9, limit=Limit.BUDGET, refusal="needs 9.0 MB")
-    assert advice(chosen=slow, candidates=(GRAPHED, slow, large)) == (
-        "nothing: no schedule of these ops would be more than 1.50× as fast",
-    )
-
-
-def test_without_work_there_is_nothing_to_say() -> None:
-    assert advice(costs=costs_of(DIAMOND, 0.0)) == ()
-
-
 def test_an_op_that_no_graph_can_hold_is_named_with_its_reason() -> None:
     first = Decision("d", "not captured", "aten.item: it synchronizes (net.py:3: y.item())")
     (said,) = advice(refusals=(first,))
@@ -101,21 +83,6 @@ def test_fusing_is_not_advised_where_it_is_of_no_use(fields: dict[str, Any]) -> 
     assert not starting(advice(**{"profile": GAPS, "refusals": (), **fields}), "kernels=")
 
 
-def test_a_dry_run_has_not_tried_to_fuse() -> None:
-    refusal = Decision("", "not fused", "a dry run plans ATen ops")
-    found = advice(profile=GAPS, mode="dry run", refusals=(refusal,))
-    assert starting(found, 'on the device itself, kernels="inductor": on one stream, 4.0 µs of 22.0 µs are gaps')
-    assert not starting(found, "kernels="), "a plan for a GPU that is not here cannot fuse for it"
-
-
-def test_what_the_host_launches_one_by_one_has_no_gaps_but_waits_for_it() -> None:
-    """Five launches 9 µs apart: the last op ends at 38, after 18 µs of work."""
-    profile, chosen = profile_with(launch_us=9.0), replace(GRAPHED, captured=False)
-    assert starting(advice(profile=profile, refusals=(), chosen=chosen, candidates=(chosen,)), "kernels=") == [
-        'kernels="inductor": on one stream, 20.0 µs of 38.0 µs are spent waiting for the host to launch 5 kernels'
-    ]
-
-
 @pytest.mark.parametrize(
     ("sm_share", "bandwidth_share", "use"),
     [(0.8, 0.1, "80% of the multiprocessors"), (0.1, 0.9, "90% of the memory bandwidth")],
@@ -124,23 +91,6 @@ def test_a_full_device_calls_for_less_work(sm_share: float, bandwidth_share: flo
     (said,) = starting(advice(costs=with_shares(sm_share, bandwidth_share)), "less work rather than more streams")
     assert said.endswith(f": one after the other, the ops use {use}")
     assert not starting(advice(costs=with_shares(0.65, 0.65)), "less work"), "then there is room"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "level", "device", "ways"),
-    [
-        ("float32", "aten", "cuda:0", "float16 or bfloat16 or fused kernels or a smaller model"),
-        ("float32", "inductor", "cuda:0", "float16 or bfloat16 or a smaller model"),
-        ("float16", "inductor", "cuda:0", "a smaller model"),
-        ("float32", "aten", "cpu", "a smaller model"),
-    ],
-)
-def test_work_is_made_less_by_what_has_not_been_done(dtype: str, level: str, device: str, ways: str) -> None:
-    ops = {name: replace(op, dtype=dtype) for name, op in DIAMOND.ops.items()}
-    graph = replace(DIAMOND, ops=ops, device=device)
-    (said,) = starting(advice(costs=with_shares(0.8), graph=graph, level=level), "less work")
-    assert f", by {ways}: " in said
-    assert said.endswith("80% of the cores" if device == "cpu" else "80% of the multiprocessors")
 
 
 def test_a_chain_leaves_room_for_others() -> None:

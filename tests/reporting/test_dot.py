@@ -8,9 +8,9 @@ from dataclasses import replace
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from autostream.ir import FORK, JOIN, Dependency, Hazard, Launch, OpGraph, Schedule
+from autostream.ir import FORK, JOIN, Launch, OpGraph, Schedule
 from autostream.reporting.dot import render
-from tests.reporting.reports import COSTS, DIAMOND, TWO_STREAMS, with_source
+from tests.reporting.reports import COSTS, DIAMOND, TWO_STREAMS
 from tests.scheduling.graphs import profile_with
 
 FREE = profile_with()
@@ -45,28 +45,6 @@ def test_every_op_and_hazard_is_drawn() -> None:
     assert nodes["d"]["label"] == r'"d\naten.relu.default\nstream 1, 6.0 µs"'
 
 
-def test_one_colour_for_each_stream() -> None:
-    nodes, _ = parse(render(DIAMOND, TWO_STREAMS, COSTS, FREE))
-    colours = {name: attributes["fillcolor"] for name, attributes in nodes.items()}
-    assert len({colours[name] for name in "abce"}) == 1
-    assert colours["d"] != colours["a"]
-
-
-def test_sixteen_streams_have_sixteen_colours() -> None:
-    wide = OpGraph({f"n{at}": replace(DIAMOND.ops["a"], name=f"n{at}") for at in range(16)}, (), {}, (), "cuda:0")
-    schedule = Schedule("drawn", 16, tuple(Launch(f"n{at}", at) for at in range(16)))
-    nodes, _ = parse(render(wide, schedule, dict.fromkeys(wide.ops, COSTS["a"]), FREE))
-    assert len({attributes["fillcolor"] for attributes in nodes.values()}) == 16
-
-
-def test_gaps_make_a_path_of_many_ops_critical() -> None:
-    """The 6.5 µs of d outlast the 6 of b and c, but not the gap between those as well."""
-    costs = {**COSTS, **{name: replace(COSTS[name], duration_us=us) for name, us in (("b", 3), ("c", 3), ("d", 6.5))}}
-    for profile, critical in ((FREE, "ade"), (profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=1.0), "abce")):
-        nodes, _ = parse(render(DIAMOND, TWO_STREAMS, costs, profile))
-        assert {name for name, attributes in nodes.items() if attributes.get("color") == '"red"'} == set(critical)
-
-
 def test_the_critical_path_is_marked() -> None:
     nodes, edges = parse(render(DIAMOND, TWO_STREAMS, COSTS, FREE))
     assert {name for name, attributes in nodes.items() if attributes.get("color") == '"red"'} == set("abce")
@@ -84,25 +62,6 @@ def test_waits_are_dashed_also_those_without_a_hazard_of_their_own() -> None:
     dashed = {pair for pair, attributes in edges.items() if attributes.get("style") == "dashed"}
     assert dashed == {(FORK, "a"), ("a", "b"), ("c", "e"), ("b", "e"), ("e", JOIN)}
     assert (nodes[FORK]["label"], nodes[JOIN]["label"]) == ('"fork"', '"join"')
-
-
-def test_other_hazards_carry_their_names_once() -> None:
-    more = (
-        *(Dependency("b", "d", Hazard.WAR, resource) for resource in ("s", "t")),
-        Dependency("b", "d", Hazard.ORDER, "rng"),
-        Dependency("a", "b", Hazard.WAW, "s"),
-    )
-    _, edges = parse(render(replace(DIAMOND, dependencies=DIAMOND.dependencies + more), TWO_STREAMS, COSTS, FREE))
-    assert edges["b", "d"]["label"] == '"WAR, ORDER"'
-    assert edges["a", "b"]["label"] == '"WAW"'
-    assert "label" not in edges["a", "d"]
-
-
-def test_text_from_the_model_is_escaped() -> None:
-    graph = with_source(DIAMOND, "a", 'net.py:1: s = "\\N" + "]; b -> c [" + \x1b\n}')
-    nodes, edges = parse(render(graph, TWO_STREAMS, COSTS, FREE))
-    assert nodes["a"]["tooltip"] == r'"net.py:1: s = \"\\N\" + \"]; b -> c [\" +  \n}"'
-    assert len(edges) == 5
 
 
 def read(string: str) -> str:

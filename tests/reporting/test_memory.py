@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autostream.ir import FORK, Arena, Candidate, Launch, Limit, Schedule
-from autostream.reporting.memory import Holder, KeptOut, Memory, holders, kept_out, memory_of
+from autostream.reporting.memory import Holder, KeptOut, Memory, kept_out, memory_of
 from autostream.scheduling.peak import given_bytes
 from autostream.tuning.budget import SLACK_BYTES, excess
 from tests.reporting.reports import CHOSEN, DIAMOND, GRAPHED, REFUSED, REPORT, with_source
@@ -52,23 +52,6 @@ def test_cublas_takes_more_on_hopper_than_elsewhere() -> None:
     assert found == [32 * 2**20, 8 * 2**20 + 128 * 2**10, 8 * 2**20 + 128 * 2**10]
 
 
-def test_what_is_taken_before_the_first_op_has_no_op_that_makes_it() -> None:
-    """Two halves of m are written, each by an op of its own, that take no memory; which m is."""
-    graph = graph_of((), names="ab")
-    ops = {name: replace(op, allocates=frozenset()) for name, op in graph.ops.items()}
-    m = replace(graph.storages["a"], name="m", bytes=800, holders=("view", "m"))
-    graph = replace(graph, ops=ops, storages={"m": m}, prelude=("m",))
-    assert holders(graph, Schedule("test", 1, (Launch("a", 0), Launch("b", 0)))) == (
-        Holder("m", 800, "stream 0", "m", ""),
-    )
-
-
-def test_one_stream_is_not_compared_with_itself_and_a_cpu_has_no_workspaces() -> None:
-    graph = replace(DIAMOND, device="cpu")
-    found = memory_of(replace(REPORT, chosen=GRAPHED, candidates=(GRAPHED, CHOSEN)), graph, GRAPHED)
-    assert (found.bytes, found.sequential_bytes, found.workspace_bytes) == (3_100_000, None, 0)
-
-
 WHY = "needs 4.5 MB, the budget is 3.4 MB: 1.1 × the 3.1 MB of one stream (memory_budget)"
 TOO_LARGE = replace(REFUSED, predicted_us=10.5, refusal=WHY, limit=Limit.BUDGET)
 
@@ -86,11 +69,6 @@ def test_a_budget_that_keeps_nothing_faster_out_costs_nothing(predicted_us: floa
     assert (
         kept_out(replace(REPORT, candidates=(GRAPHED, CHOSEN, replace(TOO_LARGE, predicted_us=predicted_us)))) is None
     )
-
-
-def test_what_was_refused_for_other_reasons_is_not_kept_out_by_the_budget() -> None:
-    failed = replace(TOO_LARGE, limit=Limit.DEVICE)
-    assert kept_out(replace(REPORT, candidates=(GRAPHED, CHOSEN, failed))) is None
 
 
 @given(one=st.integers(0, 10**9), more=st.integers(1, 10**9))

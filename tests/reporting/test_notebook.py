@@ -8,18 +8,13 @@ from html import unescape
 
 from autostream.reporting.notebook import render
 from autostream.reporting.text import lines
-from tests.reporting.reports import PLAIN, REPORT
+from tests.reporting.reports import REPORT
 
 
 def test_the_table_says_what_the_text_does() -> None:
     cells = re.findall(r"<tr><th>(.*)</th><td>(.*)</td></tr>", render([REPORT]))
     assert [(unescape(key), unescape(value)) for key, value in cells] == list(lines(REPORT))
     assert ("runs as", "CUDA graph over 2 streams (critical_path)") in lines(REPORT)
-
-
-def test_each_report_is_a_table_and_none_is_nothing() -> None:
-    assert render([REPORT, PLAIN]).count("<table>") == 2
-    assert render([]) == ""
 
 
 def test_names_are_text() -> None:

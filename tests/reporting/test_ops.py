@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from autostream.errors import OptionError
-from autostream.ir import FORK, Candidate, Launch, Schedule, Timeline
-from autostream.reporting.ops import COLUMNS, FOLDED, Selection, ops_table, selected
+from autostream.ir import Candidate, Launch, Schedule
+from autostream.reporting.ops import FOLDED, Selection, ops_table, selected
 from autostream.reporting.report import Report
 from autostream.reporting.summary import summary_of
-from tests.reporting.reports import CHOSEN, DIAMOND, PLAIN, REPORT, with_source
+from tests.reporting.reports import REPORT, with_source
 from tests.scheduling.graphs import costs_of, graph_of
 
 
@@ -69,13 +69,6 @@ def test_rows_are_sorted_and_equal_ones_stay_in_launch_order(sort: str, order: s
     assert names(REPORT, Selection(sort=sort)) == order
 
 
-def test_columns_are_chosen_and_stand_as_they_are_named() -> None:
-    assert listed(REPORT, Selection(columns=("cost", "op"), ops=1)) == [["6.0", "d"]]
-    assert listed(REPORT, Selection(columns=tuple(COLUMNS), stream=1)) == [
-        ["2", "d", "aten.relu.default", "1", "3.0", "6.0", "25%", "a", "2.0", "0.0", "0.0", ""]
-    ]
-
-
 def test_the_title_says_what_was_left_out_and_how_it_is_sorted() -> None:
     def title(selection: Selection) -> str:
         return table_of(REPORT, selection).splitlines()[0]
@@ -101,13 +94,6 @@ def test_of_many_ops_those_that_are_alike_share_a_row() -> None:
     assert listed(many, replace(selection, sort="cost"))[0][0] == "up_0 +19"
 
 
-def test_few_ops_and_as_many_as_are_asked_for_have_a_row_each() -> None:
-    many, few = experts(FOLDED // 2), experts(FOLDED // 2 - 1)
-    assert len(listed(few, Selection())) == FOLDED
-    assert len(listed(many, Selection(ops=10**9))) == FOLDED + 2
-    assert len(listed(many, Selection(stream=2))) == 2 * (FOLDED // 2 // 3), "what is left fits on a screen"
-
-
 def test_ops_that_differ_in_cost_or_line_are_not_alike() -> None:
     many = experts(FOLDED // 2)
     assert many.graph is not None
@@ -118,24 +104,8 @@ def test_ops_that_differ_in_cost_or_line_are_not_alike() -> None:
     ]  # fmt: skip
 
 
-def test_many_waits_are_abbreviated() -> None:
-    """Op f waits for five streams at once."""
-    graph = graph_of("a-f b-f c-f d-f e-f", names="abcdef")
-    sides = [Launch(name, at, waits=(FORK,) * (at > 0)) for at, name in enumerate("abcde")]
-    schedule = Schedule("test", 6, (*sides, Launch("f", 5, waits=tuple("abcde"))))
-    report = replace(
-        REPORT, graph=graph, costs=costs_of(graph), chosen=replace(CHOSEN, schedule=schedule), timeline=Timeline(())
-    )
-    assert listed(report, Selection(columns=("waits", "start")))[-1] == ["a, b, c +2", ""]
-
-
 def test_what_is_not_there_is_one_line() -> None:
     with pytest.raises(OptionError, match=r"there is no column 'costs' \(did you mean 'cost'\?\): use launch, op, "):
         Selection(columns=("op", "costs"))
     with pytest.raises(OptionError, match="there is no stream 2: the schedule has 0 to 1"):
         selected(REPORT, summary_of(REPORT), Selection(stream=2))
-
-
-def test_what_was_not_scheduled_has_no_table() -> None:
-    assert table_of(PLAIN, Selection()) == ""
-    assert DIAMOND.ops.keys() == selected(REPORT, summary_of(REPORT), Selection())

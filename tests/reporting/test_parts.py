@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autostream.ir import Candidate, Op, OpGraph, Schedule
-from autostream.reporting.dump import dump
-from autostream.reporting.parts import captured_share, devices, time_us
+from autostream.reporting.parts import captured_share, devices
 from autostream.reporting.report import Report
 
 GRAPH = OpGraph({}, (), {}, (), "cuda:0")
@@ -25,12 +24,6 @@ def test_a_piece_runs_where_its_ops_do_beside_the_host() -> None:
     assert devices(Report("GraphModule", "s", "plain")) == ()
 
 
-def test_a_piece_takes_what_was_measured_or_else_what_was_predicted() -> None:
-    assert time_us(PIECE) == 40.0
-    assert time_us(replace(PIECE, chosen=replace(CAPTURED, measured_us=None))) == 5.0
-    assert time_us(Report("GraphModule", "s", "plain")) is None
-
-
 def test_the_share_is_of_time_and_of_gpus_alone() -> None:
     uncaptured = replace(PIECE, chosen=replace(CAPTURED, captured=False, measured_us=10.0))
     on_cpu = replace(uncaptured, graph=replace(GRAPH, device="cpu"))
@@ -43,9 +36,3 @@ def test_the_share_is_of_time_and_of_gpus_alone() -> None:
 def test_parts_of_parts_count_as_these_do() -> None:
     uncaptured = replace(PIECE, chosen=replace(CAPTURED, captured=False, measured_us=10.0))
     assert captured_share(whole(whole(PIECE, uncaptured), PIECE)) == 80 / 90
-
-
-def test_the_share_and_the_ends_are_in_the_json() -> None:
-    dumped = dump(whole(replace(PIECE, ended="a print (net.py:3)"), PIECE))
-    assert dumped["captured_share"] == 1.0
-    assert [part["ended"] for part in dumped["parts"]] == ["a print (net.py:3)", ""]

@@ -16,16 +16,6 @@ def sections(report: Report = REPORT) -> dict[str, list[list[str]]]:
     return {title: [line.split() for line in lines] for title, *lines in parts}
 
 
-def test_stages_come_in_their_order() -> None:
-    assert [*sections()] == [
-        "After trace: Net as a flat graph",
-        "After analyze: 5 ops of 5 nodes, and what each must come after",
-        "After price: what each op takes alone",
-        "After assign and synchronize: 2 streams (critical_path), 2 waits, in the order of launches",
-        "After lower: what runs",
-    ]
-
-
 def test_ops_come_with_what_they_must_come_after() -> None:
     rows = sections()["After analyze: 5 ops of 5 nodes, and what each must come after"][2:]
     assert [row[0] for row in rows] == [*"abcde"]
@@ -45,7 +35,3 @@ def test_launches_come_with_their_waits_and_what_they_let_go_of() -> None:
     ending = replace(CHOSEN, schedule=replace(TWO_STREAMS, join_waits=("d",)))
     (rows,) = (rows for head, rows in sections(replace(REPORT, chosen=ending)).items() if "3 waits" in head)
     assert rows[-1] == ["0", "d", "<join>"]
-
-
-def test_costs_come_with_where_they_are_from() -> None:
-    assert sections()["After price: what each op takes alone"][2] == ["a", "2.0", "25%", "50%", "roofline"]

@@ -6,19 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from autostream.ir import Schedule
-from autostream.reporting.summary import baselines, gain, named, summarize, summary_of
+from autostream.reporting.summary import baselines, gain, summarize
 from autostream.scheduling.losses import Chain
 from tests.reporting.reports import (
     CHOSEN,
     COSTS,
     DIAMOND,
     GRAPHED,
-    ONE_STREAM,
     PLAIN,
     REFUSED,
     REPORT,
-    TWO_STREAMS,
     UNCAPTURED,
 )
 from tests.scheduling.graphs import costs_of, graph_of, profile_with
@@ -49,12 +46,6 @@ def test_slack_is_never_below_zero_where_sums_round_differently() -> None:
     assert all(f"{us:.1f}" == "0.0" for us in slack.values())
 
 
-def test_nothing_is_summed_up_where_nothing_was_priced() -> None:
-    assert summary_of(PLAIN) is None
-    assert summary_of(replace(REPORT, costs={})) is None
-    assert summary_of(replace(REPORT, profile=None)) is None
-
-
 def test_the_baseline_captured_alike_comes_first() -> None:
     assert baselines(REPORT) == (GRAPHED, UNCAPTURED)
     assert baselines(replace(REPORT, chosen=UNCAPTURED)) == (GRAPHED,)
@@ -64,10 +55,3 @@ def test_the_baseline_captured_alike_comes_first() -> None:
 def test_gain_compares_like_with_like() -> None:
     assert gain(CHOSEN, UNCAPTURED) == 3.0, "42 over 14, both measured"
     assert gain(REFUSED, UNCAPTURED) == pytest.approx(26 / 13.5), "both predicted, as only one was measured"
-
-
-@pytest.mark.parametrize(
-    ("schedule", "said"), [(ONE_STREAM, "sequential on 1 stream"), (TWO_STREAMS, "critical_path over 2 streams")]
-)
-def test_schedules_have_names(schedule: Schedule, said: str) -> None:
-    assert named(schedule) == said

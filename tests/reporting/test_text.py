@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-import pytest
-
-from autostream.ir import Candidate, Decision, Launch, Limit, Schedule, Timeline
-from autostream.reporting.ops import FOLDED, Selection
+from autostream.ir import Candidate, Decision, Limit, Schedule, Timeline
+from autostream.reporting.ops import Selection
 from autostream.reporting.report import Report
 from autostream.reporting.text import answers, render, summary
 from autostream.scheduling.policies.sequential import one_stream
@@ -19,7 +17,6 @@ from tests.reporting.reports import (
     PLAIN,
     REFUSED,
     REPORT,
-    UNCAPTURED,
     with_source,
 )
 from tests.scheduling.graphs import costs_of, graph_of, profile_with
@@ -76,17 +73,6 @@ def test_why_it_is_not_faster_is_told_with_shares() -> None:
     assert len(rows(answers(exact), title)) == 1, "what is next to nothing is left out"
 
 
-def test_what_runs_beside_what_is_told() -> None:
-    title = "Side by side, as predicted; ops at once: 1 for 6.0 µs, 2 for 6.0 µs"
-    assert rows(answers(REPORT), title) == [["6.0", "d", "1", "b, c"]]
-
-
-def test_sections_come_in_the_order_in_which_users_ask() -> None:
-    heads = [part.split()[0] for part in render(REPORT).split("\n\n")]
-    assert heads == ["model", "Why", "Side", "Why", "What", "What", "Candidates", "Ops"]
-    assert [part.split()[0] for part in answers(REPORT).split("\n\n")] == heads[:-2]
-
-
 def test_how_uncertain_a_prediction_is_stands_beneath_it() -> None:
     dry = replace(REPORT, chosen=replace(CHOSEN, measured_us=None))
     (said,) = values(summary(dry))["uncertain"]
@@ -103,25 +89,6 @@ def test_how_uncertain_a_prediction_is_stands_beneath_it() -> None:
     assert "uncertain" not in values(summary(REPORT))
 
 
-@pytest.mark.parametrize(
-    ("level", "said"), [("aten", "5 ops (ATen)"), ("inductor", "5 ops (fused by TorchInductor)"), ("", "5 ops")]
-)
-def test_the_level_of_kernels_is_named(level: str, said: str) -> None:
-    assert values(summary(replace(REPORT, level=level)))["graph"][0].startswith(f"{said}, width 2")
-
-
-def test_what_no_clock_has_shown_is_called_predicted() -> None:
-    dry = replace(CHOSEN, measured_us=None)
-    found = values(render(replace(REPORT, chosen=dry, candidates=(dry, GRAPHED))))
-    assert found["measured"] == ["nothing: the times below are predicted"]
-    assert found["predicted"] == ["13.0 µs, 1.50× the speed of sequential in a CUDA graph (19.5 µs)"]
-
-
-def test_a_measured_time_is_compared_with_measured_times_alone() -> None:
-    found = values(render(replace(REPORT, candidates=(CHOSEN, replace(GRAPHED, measured_us=None)))))
-    assert found["measured"] == ["14.0 µs"]
-
-
 def test_no_gain_is_a_result_with_a_number_and_a_reason() -> None:
     slow = replace(CHOSEN, measured_us=42.0)
     found = values(render(replace(REPORT, chosen=GRAPHED, candidates=(GRAPHED, slow))))
@@ -130,20 +97,6 @@ def test_no_gain_is_a_result_with_a_number_and_a_reason() -> None:
         "none from streams: the best, critical_path over 2 streams, is measured at 0.50× the speed of one"
     ]
     assert found["at most"][0].startswith("1.50×: 4 ops are in line")
-
-
-def test_no_gain_says_why_the_best_rival_was_refused() -> None:
-    found = values(render(replace(REPORT, chosen=GRAPHED, candidates=(GRAPHED, REFUSED))))
-    assert found["gain"] == [
-        "none: path_cover over 2 streams, predicted at 1.44× the speed of one, was refused: predicted to be no faster"
-    ]
-
-
-def test_one_stream_is_not_compared_with_itself() -> None:
-    dry = replace(GRAPHED, measured_us=None)
-    text = answers(replace(REPORT, chosen=dry, candidates=(dry,)))
-    assert values(text)["uncertain"][0].startswith("11.7 to 24.3 µs, if ops take 35% less or more time")
-    assert "Why on which stream" not in text
 
 
 def test_where_nothing_is_launched_there_is_nothing_to_schedule() -> None:
@@ -161,22 +114,6 @@ def test_where_nothing_is_launched_there_is_nothing_to_schedule() -> None:
     assert [part.split()[0] for part in render(empty).split("\n\n")] == ["model", "Candidates"]
 
 
-def test_gaps_are_told_apart_from_work() -> None:
-    """Three gaps of 1 µs between the four ops of the chain; what a replay takes is told nowhere but in its total."""
-    gaps = profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=1.0, replay_us=2.0)
-    text = answers(replace(REPORT, profile=gaps))
-    assert values(text)["work"] == [
-        "18.0 µs (roofline costs), 12.0 µs of it on the critical path, 15.0 µs with its gaps"
-    ]
-    assert values(text)["at most"][0] == "1.41×: 4 ops are in line, each of which needs the one before, 15.0 µs"
-    assert "4 ops in line take 15.0 µs, 3.0 µs of it gaps between them" in text
-
-
-def test_no_gain_without_rivals() -> None:
-    found = values(render(replace(REPORT, chosen=GRAPHED, candidates=(GRAPHED, UNCAPTURED))))
-    assert found["gain"] == ["none from streams: no schedule over several streams was a candidate"]
-
-
 def test_the_plain_model_comes_with_its_reason_and_no_tables() -> None:
     assert values(render(PLAIN)) == {
         "model": ["Net"],
@@ -192,20 +129,6 @@ def test_a_refusal_names_the_op_and_its_source_line() -> None:
     assert values(summary(report))["refused"] == ["not fused: a hook watches it (op d, net.py:3: y = f(x))"]
 
 
-def test_a_reason_that_names_the_source_line_is_not_given_it_twice() -> None:
-    refusal = Decision("d", "not captured", "it synchronizes (net.py:3: y = f(x))")
-    report = replace(REPORT, graph=with_source(DIAMOND, "d", "net.py:3: y = f(x)"), refusals=(refusal,))
-    assert values(summary(report))["refused"] == ["not captured: it synchronizes (net.py:3: y = f(x)) (op d)"]
-
-
-def test_a_schedule_that_was_chosen_before_is_told() -> None:
-    assert "chosen" not in values(render(REPORT))
-    found = values(render(replace(REPORT, chosen_on="2026-01-31 12:00 UTC")))
-    assert found["chosen"] == ["on 2026-01-31 12:00 UTC, among more: this time only one stream was measured beside it"]
-    found = values(render(replace(REPORT, chosen=GRAPHED, chosen_on="2026-01-31 12:00 UTC")))
-    assert found["chosen"] == ["on 2026-01-31 12:00 UTC, among more: this time nothing was measured beside it"]
-
-
 def test_of_many_refusals_of_a_kind_the_first_are_shown() -> None:
     many = [Decision(name, "not captured", "it synchronizes") for name in "abcde"]
     report = replace(REPORT, refusals=(*many[:4], Decision("", "no streams", "there is one"), many[4]))
@@ -213,15 +136,6 @@ def test_of_many_refusals_of_a_kind_the_first_are_shown() -> None:
         "no streams: there is one",
         *(f"not captured: it synchronizes (op {name})" for name in "abc"),
         "not captured: 2 more",
-    ]
-
-
-def test_candidates_are_listed_and_the_chosen_one_is_marked() -> None:
-    assert rows(render(REPORT), "Candidates") == [
-        ["", "sequential", "1", "no", "0", "0.0", "26.0", "42.0", ""],
-        ["", "sequential", "1", "CUDA graph", "0", "3.1", "19.5", "21.0", ""],
-        ["*", "critical_path", "2", "CUDA graph", "2", "4.5", "13.0", "14.0", "chosen"],
-        ["", "path_cover", "2", "CUDA graph", "2", "4.5", "13.5", "", "predicted to be no faster"],
     ]
 
 
@@ -271,25 +185,6 @@ def test_the_largest_that_hold_the_memory_are_listed_with_their_lines() -> None:
     assert len(rows(text, "What holds the memory when most is in use, the 5 largest of 7\n")) == 5
 
 
-def test_ops_are_listed_in_launch_order() -> None:
-    relu = "aten.relu.default"
-    assert rows(render(REPORT), "Ops") == [
-        ["0", "a", relu, "0", "0.0", "2.0", "25%", "", "0.0", ""],
-        ["1", "b", relu, "0", "2.5", "4.0", "25%", "", "0.0", ""],
-        ["2", "d", relu, "1", "3.0", "6.0", "25%", "a", "2.0", ""],
-        ["3", "c", relu, "0", "6.5", "4.0", "25%", "", "0.0", ""],
-        ["4", "e", relu, "0", "11.0", "2.0", "25%", "d", "0.0", ""],
-    ]
-
-
-@pytest.mark.parametrize(("ops", "shown"), [(0, []), (1, ["d"]), (2, ["b", "d"]), (3, ["b", "d", "c"]), (9, "abdce")])
-def test_the_costliest_ops_are_kept_in_launch_order(ops: int, shown: list[str]) -> None:
-    text = render(REPORT, Selection(ops=ops))
-    listed = [row[1] for row in rows(text, "Ops")] if shown else []
-    assert listed == list(shown)
-    assert ("\nOps" in text) == bool(shown)
-
-
 def test_decisions_about_the_whole_come_first_and_follow_the_ops_shown() -> None:
     whole, of_d = ["", "2 streams", "the width is 2"], ["d", "stream 1", "b keeps stream 0 busy"]
     assert rows(answers(REPORT), "Why on")[0] == whole
@@ -297,16 +192,6 @@ def test_decisions_about_the_whole_come_first_and_follow_the_ops_shown() -> None
     assert [row[0] for row in rows(answers(REPORT), "Why on")] == ["", *"abdce"]
     assert rows(answers(REPORT, Selection(ops=1)), "Why on") == [whole, of_d]
     assert rows(answers(REPORT, Selection(ops=0)), "Why on") == [whole]
-
-
-def test_of_many_ops_the_costliest_have_their_reasons_told() -> None:
-    many = graph_of((), names=[f"op_{at}" for at in range(FOLDED + 1)])
-    sides = Schedule("drawn", 2, tuple(Launch(name, at % 2) for at, name in enumerate(many.ops)))
-    report = replace(REPORT, graph=many, costs=costs_of(many), chosen=replace(CHOSEN, schedule=sides), timeline=None)
-    assert len(rows(render(report), "Why on")) == 10
-    assert len(rows(render(report), "Ops")) == 1, "all are alike"
-    assert len(rows(render(report, Selection(ops=20)), "Why on")) == 20
-    assert len(rows(answers(report), "Why on")) == FOLDED + 1
 
 
 def test_text_from_the_model_cannot_break_the_page() -> None:
@@ -318,53 +203,6 @@ def test_text_from_the_model_cannot_break_the_page() -> None:
     assert source.startswith("net.py:1: [2J y = x####")
     assert source.endswith("…")
     assert len(source) == 60
-
-
-@pytest.mark.parametrize(
-    ("mode", "said"),
-    [
-        ("streams", "ops on CUDA streams, uncaptured, on 1 stream (sequential)"),
-        ("threads", "CPU threads, on 1 stream (sequential)"),
-    ],
-)
-def test_each_mode_has_words(mode: str, said: str) -> None:
-    assert values(summary(replace(REPORT, mode=mode, chosen=UNCAPTURED)))["runs as"] == [said]
-
-
-@pytest.mark.parametrize(
-    ("device", "captured", "said"),
-    [
-        ("cuda:0", True, "CUDA graph over 2 streams (critical_path)"),
-        ("cuda:0", False, "ops on CUDA streams, uncaptured, over 2 streams (critical_path)"),
-        ("cpu", False, "CPU threads, over 2 streams (critical_path)"),
-    ],
-)
-def test_a_dry_run_says_that_nothing_runs(device: str, captured: bool, said: str) -> None:
-    chosen = replace(CHOSEN, captured=captured)
-    report = replace(REPORT, mode="dry run", graph=replace(DIAMOND, device=device), chosen=chosen)
-    assert values(summary(report))["runs as"] == [f"nothing, this is a dry run; the best by prediction: {said}"]
-
-
-def test_a_cpu_has_cores() -> None:
-    report = replace(REPORT, graph=replace(DIAMOND, device="cpu"))
-    assert "132 cores" in values(summary(report))["device"][0]
-
-
-def test_a_report_of_nothing_but_a_name() -> None:
-    assert render(Report("N", "s", "plain")).splitlines() == [
-        "model      N",
-        "signature  s",
-        "runs as    the plain model",
-    ]
-
-
-def test_pieces_of_a_split_model_are_shown() -> None:
-    piece = Report("GraphModule", "3:float32 on cpu, eval, no gradients", "one stream")
-    whole = Report("Net", "3:float32 on cpu, eval, no gradients", "graph breaks", parts=(piece, piece))
-    shown = render(whole)
-    assert "pieces between graph breaks" in shown
-    assert shown.index("Piece 0") < shown.index("Piece 1")
-    assert shown.count("GraphModule") == 2
 
 
 def test_forward_and_backward_are_named_each_with_what_it_is() -> None:
@@ -414,12 +252,3 @@ def test_each_piece_is_listed_with_its_end_and_how_much_of_them_is_captured() ->
         ["1", "10.0", "5", "ops on CUDA streams, uncaptured", "the model returns"],
         ["2", "the plain model", "the model returns"],
     ]
-
-
-def test_pieces_on_several_devices_are_listed_with_theirs() -> None:
-    graph = replace(DIAMOND, device="cuda:1", ops={n: replace(o, device="cuda:1") for n, o in DIAMOND.ops.items()})
-    first = Report("Net", "s", "cuda graph", graph=replace(DIAMOND, device="cuda:0"), ended="it is copied")
-    whole = Report("Net", "s", "sections", parts=(first, replace(first, graph=graph, ended="")))
-    head, _, *rows = render(whole).partition("Pieces\n")[2].split("\n\n")[0].splitlines()
-    assert head.split() == ["piece", "µs", "ops", "on", "runs", "as", "ends", "because"]
-    assert [row.split()[2] for row in rows] == ["cuda:0", "cuda:1"]

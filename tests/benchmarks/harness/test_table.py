@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autostream.cli.changes import Measure
-from benchmarks.harness.table import FORMATS, cells_table, ratios_table, title
+from benchmarks.harness.table import cells_table, ratios_table
 
 Row = dict[str, Any]
 
@@ -61,13 +61,6 @@ def test_a_cell_has_all_its_numbers(rows: list[Row]) -> None:
     assert [fast["streams"], fast["remark"]] == ["4", "cuda graph path_cover"]
 
 
-def test_people_read_numbers_with_commas_and_units(rows: list[Row]) -> None:
-    lines = cells_table(rows, "eager").splitlines()
-    eager = lines[2].split()
-    assert eager == ["net", "×8", "eager", "2,000.0", "0.0", "1.00×", "2,000.0", "31.0", "41.0", "21.0", "500",
-                     "2.5", "0.0", "1.2", "1.0e-03"]  # fmt: skip
-
-
 def test_a_cell_that_was_not_timed_says_why_and_has_no_numbers(rows: list[Row]) -> None:
     bad = parsed(cells_table(rows, "eager", "csv"))[3]
     assert {name: value for name, value in bad.items() if value} == {
@@ -107,38 +100,6 @@ def test_programs_read_how_far_ratios_scatter(rows: list[Row]) -> None:
     assert list(eager)[4:7] == ["faster", "faster IQR", "device µs"]
 
 
-def test_ratios_are_of_the_time_that_is_asked_for(rows: list[Row]) -> None:
-    rows[0]["cells"]["eager"]["device_us"] = [1500.0] * 3
-    net, _ = parsed(ratios_table(rows, "eager", "device", "csv"))
-    assert (net["eager µs"], net["fast"], net["noisy"]) == ("1500", "3", "0.75")
-
-
-def test_what_scatters_is_marked_and_only_that(rows: list[Row]) -> None:
-    text = ratios_table(rows, "eager", "call")
-    assert "2.00×  1.00× ±1.33  wrong" in text
-    assert text.count("±") == 1
-
-
-def test_another_mode_may_be_the_baseline(rows: list[Row]) -> None:
-    net, _ = parsed(ratios_table(rows, "fast", "call", "csv"))
-    assert (net["fast µs"], net["eager"]) == ("1000", "0.5")
-
-
-def test_where_the_baseline_was_not_timed_its_place_says_so(rows: list[Row]) -> None:
-    rows[0]["cells"]["eager"] = {"status": "timed out", "reason": "no sign of life for 9 s"}
-    net, _ = parsed(ratios_table(rows, "eager", "call", "csv"))
-    assert [net[name] for name in ("eager µs", "fast", "noisy", "bad")] == ["timed out", "ok", "ok", "wrong"]
-
-
-def test_a_mode_that_a_row_lacks_leaves_its_place_empty(rows: list[Row]) -> None:
-    rows.append({"workload": "small", "cells": {"eager": cell(1.0), "late": cell(0.5)}})
-    net, _, small = parsed(ratios_table(rows, "eager", "call", "csv"))
-    names = [name for name in net if not name.endswith("IQR")]
-    assert names == ["workload", "eager µs", "fast", "noisy", "bad", "late"]
-    assert net["late"] == small["fast"] == ""
-    assert small["late"] == "2"
-
-
 def test_a_time_that_was_not_taken_is_a_dash(rows: list[Row]) -> None:
     """Not the cell's status: that it is ok is no number. Where the baseline alone lacks times, the mode's is."""
     for mode in ("eager", "fast"):
@@ -167,30 +128,3 @@ def test_bars_do_not_end_the_columns_of_github(rows: list[Row]) -> None:
     assert r" a\|b |" in ratios_table(rows, "eager", "call", "github")
     for form in ("terminal", "csv"):
         assert cells_table(rows, "eager", form).count("a|b") == 2
-
-
-def test_csv_quotes_what_has_commas(rows: list[Row]) -> None:
-    text = cells_table(rows, "eager", "csv")
-    assert '"wrong: error inf, 0.1 allowed"' in text
-    assert len(text.splitlines()) == 6
-    assert not text.endswith("\n")
-
-
-def test_github_aligns_text_left_and_numbers_right(rows: list[Row]) -> None:
-    head, rule, *lines = ratios_table(rows, "eager", "call", "github").splitlines()
-    assert [name.strip() for name in head.strip("|").split("|")] == ["workload", "eager µs", "fast", "noisy", "bad"]
-    assert set(rule) == {"|", "-"}
-    assert lines[0].startswith("| net ×8     | ")
-    assert lines[0].endswith(" 2,000.0 |  2.00× | 1.00× ±1.33 | wrong |")
-    assert len(lines) == 2
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_table_may_be_empty(form: str) -> None:
-    assert "workload" in cells_table([], "eager", form)
-    assert "eager µs" in ratios_table([], "eager", "call", form)
-
-
-def test_a_title_has_what_is_not_usual() -> None:
-    assert title({"workload": "net"}) == title({"workload": "net", "batch": 1, "optimizer": ""}) == "net"
-    assert title({"workload": "net", "batch": 32, "optimizer": "adamw"}) == "net ×32 adamw"
