@@ -1,4 +1,4 @@
-"""Real architectures with random weights: as they are, over several streams, and in the most hostile orders."""
+"""Real architectures with random weights: equal to eager over several streams, in the worst orders of ops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.semantics import same, tensors_in
 pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
 
 SEEDS = range(3)
-"""The first ones let each of up to three streams run ahead, as far as waits allow."""
+"""Each lets another one of up to three streams run ahead as far as its waits allow."""
 
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
@@ -31,8 +31,8 @@ def image(size: int) -> Tensor:
     return torch.randn(1, 3, size, size)
 
 
-def vision(name: str, size: int = 64) -> Callable[[], Made]:
-    return lambda: (zoo.build(name)[0], (image(size),), {})
+def vision(name: str) -> Callable[[], Made]:
+    return lambda: (zoo.build(name)[0], (image(64),), {})
 
 
 def vision_transformer() -> Made:
@@ -61,7 +61,7 @@ def t5() -> Made:
 
 
 def clip() -> Made:
-    """Two towers that do not meet before the end."""
+    """Two towers that are independent until the end."""
     from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
     tower = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -76,69 +76,19 @@ def clip() -> Made:
     return CLIPModel(config), (), {"input_ids": tokens, "pixel_values": torch.randn(2, 3, 32, 32)}
 
 
-class Experts(nn.Module):
-    """A mixture of experts: every expert works on all tokens, and the gate weighs the best two."""
-
-    def __init__(self, width: int = 16, experts: int = 4) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, experts)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width)) for _ in range(experts)
-        )
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.gate(x).softmax(-1)
-        best, chosen = scores.topk(2)
-        weights = torch.zeros_like(scores).scatter_(-1, chosen, best / best.sum(-1, keepdim=True))
-        outputs = torch.stack([expert(x) for expert in self.experts], dim=-2)
-        return (weights.unsqueeze(-1) * outputs).sum(-2), chosen
-
-
-class Recommender(nn.Module):
-    """Like DLRM: bags of embeddings and dense features, their products, and a perceptron on top."""
-
-    def __init__(self, tables: int = 5, width: int = 8) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(nn.EmbeddingBag(20, width, mode="sum") for _ in range(tables))
-        self.bottom = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, width), nn.ReLU())
-        self.top = nn.Sequential(nn.Linear(width + (tables + 1) * tables // 2, 16), nn.ReLU(), nn.Linear(16, 1))
-        self.pairs = nn.Buffer(torch.triu_indices(tables + 1, tables + 1, 1))
-
-    def forward(self, dense: Tensor, indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> Tensor:
-        bottom = self.bottom(dense)
-        bags = [table(index, offset) for table, index, offset in zip(self.tables, indices, offsets, strict=True)]
-        features = torch.stack([bottom, *bags], dim=1)
-        products = features @ features.transpose(1, 2)
-        return self.top(torch.cat([bottom, products[:, self.pairs[0], self.pairs[1]]], dim=1)).sigmoid()
-
-
-def recommender() -> Made:
-    indices = [torch.randint(20, (9,)) for _ in range(5)]
-    offsets = [torch.tensor([0, 2, 2, 7]) for _ in range(5)]
-    return Recommender(), (torch.randn(4, 6), indices, offsets), {}
-
-
 MODELS: Mapping[str, Callable[[], Made]] = {
     "googlenet": vision("googlenet"),
-    "inception_v3": vision("inception_v3", 75),
-    "resnet18": vision("resnet18"),
-    "squeezenet1_1": vision("squeezenet1_1"),
     "mobilenet_v2": vision("mobilenet_v2"),
-    "mobilenet_v3_small": vision("mobilenet_v3_small"),
     "shufflenet_v2_x0_5": vision("shufflenet_v2_x0_5"),
-    "densenet121": vision("densenet121"),
-    "regnet_y_400mf": vision("regnet_y_400mf"),
     "vit": vision_transformer,
     "bert": bert,
     "t5": t5,
     "clip": clip,
     "lstm": lambda: (nn.LSTM(8, 8, 2, bidirectional=True, batch_first=True), (torch.randn(2, 5, 8),), {}),
-    "experts": lambda: (Experts(), (torch.randn(6, 16),), {}),
-    "recommender": recommender,
 }
 
-WIDE = {"googlenet", "inception_v3", "bert", "t5", "clip", "experts", "recommender"}
-"""Those that both policies spread over several streams."""
+WIDE = {"googlenet", "bert", "t5", "clip"}
+"""Those that are spread over several streams."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -149,7 +99,7 @@ def _torchvision() -> None:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What is built from here on: program, graph, candidate and arguments; the last one wins the measurement."""
+    """Program, graph, candidate and arguments of all that is built; the last candidate is the fastest."""
     calls: list[tuple[Any, ...]] = []
     real = select.build
 
@@ -184,7 +134,7 @@ def test_it_computes_the_same_in_every_order(name: str, built: list[tuple[Any, .
                 same(list(run_interleaved(lowered, copy.deepcopy(tensors), seed)), [r.clone() for r in reference])
 
 
-@pytest.mark.parametrize("name", ["googlenet", "shufflenet_v2_x0_5", "mobilenet_v2"])
+@pytest.mark.parametrize("name", ["shufflenet_v2_x0_5", "mobilenet_v2"])
 def test_in_train_mode_statistics_and_random_numbers_are_the_same(name: str, built: list[tuple[Any, ...]]) -> None:
     torch.manual_seed(0)
     model, args, _ = MODELS[name]()
@@ -203,7 +153,7 @@ def test_in_train_mode_statistics_and_random_numbers_are_the_same(name: str, bui
 
 @torch.inference_mode()
 def test_fused_encoder_layers_agree_closely(built: list[tuple[Any, ...]]) -> None:
-    """Where it can, ``nn.TransformerEncoder`` calls one fused op that no tracer sees: other ops, other roundings."""
+    """Eagerly, ``nn.TransformerEncoder`` calls a fused op, which rounds differently; it is not traced."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
