@@ -1,4 +1,4 @@
-"""Small models, traced and analysed, with schedules that are drawn at random: what the tests of execution run."""
+"""Small models, traced and analysed, and random schedules of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Case:
         return [tensor.detach().clone() for tensor in self.tensors]
 
     def expected(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """What the ops compute one by one in program order: results, and arguments afterwards."""
+        """Results of the ops in program order, and the arguments afterwards."""
         args = self.args()
         with torch.no_grad():
             return self.program.module(*args), args
@@ -52,13 +52,13 @@ def case_of(model: nn.Module | Callable[..., object], *inputs: Tensor) -> Case:
 
 def _case(program: Program, module: nn.Module, tensors: Sequence[Tensor]) -> Case:
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    given = {str(index): tensor for index, tensor in enumerate(tensors)}
-    held = tuple((given if p.role is Role.INPUT else state)[p.target] for p in program.placeholders)
-    return Case(program, analyze(program), held)
+    inputs = {str(index): tensor for index, tensor in enumerate(tensors)}
+    arguments = tuple((inputs if p.role is Role.INPUT else state)[p.target] for p in program.placeholders)
+    return Case(program, analyze(program), arguments)
 
 
 def step_case() -> Case:
-    """A training step over two towers, one of which has a norm that learns, with momentum.
+    """A training step of two towers, one of them with batch norm, with momentum.
 
     x ─┬▶ linear ─▶ norm ─▶ tanh ─╮              ╭▶ gradients ─▶ momentum ─▶ weights, each for itself
        ╰▶ linear ─▶ sigmoid ──────┴▶ add ─▶ loss ┴▶ …
@@ -77,7 +77,7 @@ def step_case() -> Case:
 
 
 def fused_case() -> Case:
-    """Branches and a norm that learns, as TorchInductor writes them: with kernels that fill memory taken before.
+    """Branches and a running mean, as TorchInductor writes them: kernels write to memory allocated before.
 
     x ─▶ mm ─▶ mm ─▶ relu ──▶ left half  ─╮
     │                                     ├▶ sum ─▶ scaled by what the norm has learnt
@@ -107,7 +107,7 @@ def fused_case() -> Case:
 
 
 def sliced_case() -> Case:
-    """Branches that write columns of one matrix, and read or update them before all are there.
+    """Branches that write columns of one matrix, some of which are read or updated before all are written.
 
     x ─▶ stem ─┬▶ sin ──▶ left ──▶ scale (in place) ─╮
                ├▶ cos ──▶ middle ────────────────────┼▶ total ─▶ mix
@@ -121,7 +121,7 @@ def sliced_case() -> Case:
     kernels.launch("stem", lambda value, out: torch.mul(value, 2, out=out), x, stem)
     matrix = kernels.taken(rows, 3 * width)
     for at, function in enumerate((torch.sin, torch.cos, torch.exp)):
-        # Inductor looks at a slice right before the kernel that writes it.
+        # Inductor makes a view right before the kernel that writes it.
         columns = kernels.columns(matrix, at * width, (at + 1) * width)
         kernels.launch(function.__name__, lambda value, out, f=function: f(value, out=out), stem, columns)
     kernels.launch("scale", lambda out: out.mul_(3), kernels.columns(matrix, 0, width), reads_too=True)
@@ -134,11 +134,11 @@ def sliced_case() -> Case:
 
 
 class Kernels:
-    """A program of kernels in the making; all of its tensors are of one dtype.
+    """Builds a program of kernels; all of its tensors have one dtype.
 
     Attributes:
         arguments: the nodes of the program's arguments.
-        graph: what has been written so far.
+        graph: the nodes so far.
     """
 
     def __init__(self, inputs: Mapping[str, Tensor]) -> None:
@@ -148,13 +148,13 @@ class Kernels:
         (self._dtype,) = {tensor.dtype for tensor in inputs.values()}
 
     def taken(self, *shape: int) -> fx.Node:
-        """Memory that holds nothing yet."""
+        """Uninitialized memory."""
         strides = torch.empty(shape, device="meta").stride()
         options = {"dtype": self._dtype, "device": torch.device("cpu")}
         return self.graph.call_function(torch.ops.aten.empty_strided.default, (list(shape), list(strides)), options)
 
     def columns(self, matrix: fx.Node, start: int, end: int) -> fx.Node:
-        """A look at some columns of memory that was taken as a matrix."""
+        """A view of some columns of a matrix."""
         rows, width = matrix.args[0]  # type: ignore[misc]
         args = (matrix, [rows, end - start], [width, 1], start)
         return self.graph.call_function(torch.ops.inductor._reinterpret_tensor.default, args)
@@ -162,7 +162,7 @@ class Kernels:
     def launch(
         self, name: str, function: Callable[..., object], *args: object, reads_too: bool = False, written: int = 1
     ) -> None:
-        """A kernel that writes its last argument, or so many of the last ones."""
+        """A kernel that writes its last argument, or as many of the last ones as ``written`` says."""
         last = frozenset(range(len(args) - written, len(args)))
         self.graph.call_function(Kernel(name, function, last, frozenset() if reads_too else last), args)
 
@@ -185,12 +185,12 @@ def schedule_of(launches: Launches, join_waits: Sequence[str] = ()) -> Schedule:
 
 
 def random_schedule(graph: OpGraph, streams: int, seed: int) -> Schedule:
-    """A correct schedule: any topological order, any streams (what must be on stream 0 is), waits and releases."""
+    """A correct schedule: a random topological order and random streams, except for pinned ops; waits and releases."""
     return place_releases(graph, synchronize(graph, random_assignment(graph, graph.pinned, streams, Random(seed))))
 
 
 def random_assignment(graph: OpGraph, pinned: Collection[str], streams: int, choose: Random) -> Assignment:
-    """Any topological order, and any streams, but for what is pinned."""
+    """A random topological order, and random streams, except for pinned ops."""
     missing = {name: graph.digraph.in_degree(name) for name in graph.ops}
     order: list[str] = []
     while len(order) < len(missing):
@@ -217,7 +217,7 @@ class _Function(nn.Module):
 
 
 class Towers(nn.Module):
-    """Towers of linear layers over one input, added up."""
+    """Towers of linear layers on one input, added up."""
 
     def __init__(self, towers: int = 3, layers: int = 2, width: int = 8) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class Towers(nn.Module):
 
 
 class Normalized(nn.Module):
-    """Two branches through one batch norm in training mode: three buffers written twice."""
+    """Two branches through one batch norm in training mode: three buffers are written twice."""
 
     def __init__(self) -> None:
         super().__init__()

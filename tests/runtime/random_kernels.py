@@ -1,9 +1,8 @@
-"""Random programs of kernels in which every mistake shows, whatever the numbers.
+"""Random programs of kernels in which every scheduling error changes the result.
 
-Kernels compute in integers modulo 2**64, so nothing is rounded away: what they write depends on each byte that they
-read, and other bytes give another result. Each spoils what it writes before it reads, so two tensors that must not
-share memory do not get away with it. And each result is read, in the end by what is returned, or stays in a buffer:
-nothing is computed in vain.
+Kernels compute in integers modulo 2**64, so nothing is lost by rounding: their results depend on each byte that they
+read. Each fills its outputs with -1 before it reads, so that tensors that wrongly share memory are noticed. Each result
+is read, directly or indirectly, by the program's result, or stays in a buffer.
 """
 
 from __future__ import annotations
@@ -19,36 +18,36 @@ from autostream.ir import Role
 from tests.runtime.programs import Case, Kernels
 
 SIZES = (8, 64, 72, 136)
-"""Elements of 8 bytes: some storages take more than one unit of an arena, and each reaches 64 bytes into its last."""
+"""Elements of 8 bytes: some storages need more than one unit of an arena, and each uses 64 bytes of its last one."""
 
 ROWS, WIDTH, PARTS = 4, 2, 3
-"""A matrix of so many parts fits into one unit: what has a byte in common with one of them has with all."""
+"""A matrix of so many parts fits into one unit: a storage that overlaps one part overlaps all."""
 
 _GENERATOR = torch.Generator().manual_seed(0)
 _ODD = torch.randint(1 << 62, (max(SIZES),), generator=_GENERATOR) * 2 + 1
 
 
 def random_kernels(seed: int, most_ops: int = 14) -> Case:
-    """A program of 3 to ``most_ops`` kernels, or a few more where the last move takes several."""
+    """A program of 3 to ``most_ops`` kernels, or a few more if the last move adds several."""
     return _Player(Random(seed)).play(most_ops)
 
 
 @dataclass(frozen=True)
 class _Value:
-    """What a kernel reads or writes: a storage, or one part of a matrix."""
+    """An argument of a kernel: a storage, or one part of a matrix."""
 
     storage: fx.Node
     part: int | None = None
 
 
 class _Player:
-    """Draws kernels, and remembers whose results nobody has read yet."""
+    """Chooses random kernels, and keeps track of results that no kernel has read yet."""
 
     def __init__(self, choose: Random) -> None:
         self._choose = choose
         generator = torch.Generator().manual_seed(choose.randrange(1 << 30))
-        given = {name: torch.randint(1 << 62, (SIZES[0],), generator=generator) for name in ("x", "y", "m", "n")}
-        self._kernels = Kernels(given)
+        inputs = {name: torch.randint(1 << 62, (SIZES[0],), generator=generator) for name in ("x", "y", "m", "n")}
+        self._kernels = Kernels(inputs)
         self._known = [_Value(node) for node in self._kernels.arguments]
         self._buffers = self._known[2:]
         self._writable = [*self._buffers]
@@ -62,48 +61,48 @@ class _Player:
             self._choose.choice(moves)()
         result = self._kernels.taken(SIZES[0])
         last = [value for value in self._unread if value.storage not in self._kernels.arguments]
-        self._launch(last or self._drawn(), _Value(result))
+        self._launch(last or self._choose_sources(), _Value(result))
         return self._kernels.case(result, Role.INPUT, Role.INPUT, Role.BUFFER, Role.BUFFER)
 
     def _compute(self) -> None:
-        """A new storage."""
-        sources = self._drawn()
+        """Compute a new storage."""
+        sources = self._choose_sources()
         self._made(_Value(self._kernels.taken(self._choose.choice(SIZES))), sources)
 
     def _update(self) -> None:
-        """Something that is there already becomes something else, which depends on what it was."""
+        """Update a storage in place."""
         target = self._choose.choice(self._writable)
-        self._launch(self._drawn(target), target, reads_too=True)
+        self._launch(self._choose_sources(target), target, reads_too=True)
 
     def _overwrite(self) -> None:
-        """The same of a buffer, whose old values do not matter any more: somebody has read them.
+        """Overwrite a buffer whose values have been read.
 
-        A storage in an arena would live twice then, and who had its bytes in between would do no harm.
+        Not a storage in an arena: it would have two lifetimes, and other storages could use its bytes in between.
         """
         target = self._choose.choice(self._buffers)
-        sources = self._drawn(target)
+        sources = self._choose_sources(target)
         if target not in self._unread:
             self._launch(sources, target)
 
     def _overwrite_twice(self) -> None:
-        """A buffer, whose first values nobody reads: but they are in a new storage as well, so not in vain."""
+        """Overwrite a buffer twice without a read in between; the first values are in a new storage as well."""
         target = self._choose.choice(self._buffers)
-        sources = self._drawn(target)
+        sources = self._choose_sources(target)
         if target not in self._unread:
             value = _Value(self._kernels.taken(SIZES[0]))
             self._launch(sources, target, value)
             self._keep(value)
-            self._launch(self._drawn(target), target)
+            self._launch(self._choose_sources(target), target)
 
     def _fill(self) -> None:
-        """A matrix, part by part."""
+        """Compute a matrix, part by part."""
         matrix = self._kernels.taken(ROWS, PARTS * WIDTH)
         for part in self._choose.sample(range(PARTS), PARTS):
-            self._made(_Value(matrix, part), self._drawn())
+            self._made(_Value(matrix, part), self._choose_sources())
         self._known.append(_Value(matrix))
 
-    def _drawn(self, target: _Value | None = None) -> Sequence[_Value]:
-        """One to three values to read, none of them in the storage that is written."""
+    def _choose_sources(self, target: _Value | None = None) -> Sequence[_Value]:
+        """One to three random values to read, none of them in the storage that is written."""
         others = [value for value in self._known if target is None or value.storage is not target.storage]
         return self._choose.sample(others, self._choose.randint(1, min(3, len(others))))
 
@@ -116,34 +115,34 @@ class _Player:
         self._writable.append(value)
 
     def _launch(self, sources: Sequence[_Value], *targets: _Value, reads_too: bool = False) -> None:
-        looks = [self._look(value) for value in (*sources, *targets)]
+        arguments = [self._node(value) for value in (*sources, *targets)]
         kernel = _kernel(self._launched, len(sources), reads_too)
-        self._kernels.launch(f"kernel{self._launched}", kernel, *looks, reads_too=reads_too, written=len(targets))
+        self._kernels.launch(f"kernel{self._launched}", kernel, *arguments, reads_too=reads_too, written=len(targets))
         self._launched += 1
         for cell in (cell for source in sources for cell in self._cells(source)):
             self._unread.pop(cell, None)
         self._unread |= dict.fromkeys(targets)
 
-    def _look(self, value: _Value) -> fx.Node:
+    def _node(self, value: _Value) -> fx.Node:
         if value.part is None:
             return value.storage
         return self._kernels.columns(value.storage, value.part * WIDTH, (value.part + 1) * WIDTH)
 
     def _cells(self, value: _Value) -> Sequence[_Value]:
-        """The parts of a matrix, or what has none."""
+        """The unread parts of a matrix, or the unread storage."""
         return [known for known in self._unread if known.storage is value.storage and value.part in (None, known.part)]
 
 
 def _kernel(number: int, sources: int, reads_too: bool) -> Callable[..., object]:
-    """A kernel unlike all others: it writes a fingerprint of what it reads."""
+    """A kernel that writes a fingerprint of its inputs, different for each number."""
 
     def launch(*tensors: Tensor) -> None:
         read, written = tensors[:sources], tensors[sources:]
-        kept = [out * (2 * number + 3) if reads_too else number for out in written]
+        values = [out * (2 * number + 3) if reads_too else number for out in written]
         for out in written:
             out.fill_(-1)
         total = sum((at + 2 * number + 1) * _fingerprint(source) for at, source in enumerate(read))
-        for out, old in zip(written, kept, strict=True):
+        for out, old in zip(written, values, strict=True):
             out.copy_(total * _ODD[: out.numel()].view(out.shape) + old)
 
     return launch

@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autostream.errors import CaptureError
 from autostream.runtime import cuda_graph
@@ -44,28 +42,6 @@ def captured(
         static = static_copies(tensors, [at for at in indices if at not in bound])
     restore = Restore(static[at] for at in written)
     return CapturedGraph(run, static, *flags, device, random=random, restore=restore, pool=pool)
-
-
-class Copies(TorchDispatchMode):
-    """Logs every op that copies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        if "copy" in name or name == "clone":
-            self.log.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-def copies(graph: CapturedGraph, *tensors: Tensor) -> list[str]:
-    """The copies of a call, without its replay."""
-    graph.replay = lambda: None  # type: ignore[method-assign]
-    with Copies() as mode:
-        graph(*tensors)
-    return mode.log
 
 
 def twice(x: Tensor) -> tuple[Tensor, ...]:
@@ -115,20 +91,6 @@ def test_views_of_inputs_and_weights_are_views_of_the_callers(cuda: Cuda) -> Non
     assert product.tolist() == [8.0, 10.0, 12.0]
     assert whole is weight
     assert (part.data_ptr(), part.requires_grad) == (eager.data_ptr(), eager.requires_grad)
-
-
-# Copies
-
-
-def test_only_inputs_elsewhere_and_written_inputs_are_copied(cuda: Cuda) -> None:
-    graph = captured(lambda x, y: (x + y,), torch.ones(2), torch.ones(2))
-    assert copies(graph, *graph.static.values()) == ["clone"]
-    assert copies(graph, torch.ones(2), graph.static[1]) == ["copy_", "clone"]
-    assert copies(graph, torch.ones(2), torch.ones(2)) == ["_foreach_copy_", "clone"]
-    bound = torch.ones(2), torch.ones(2)
-    assert copies(captured(lambda x, y: (x + y,), *bound, bound=[0, 1]), *bound) == ["clone"]
-    graph = captured(lambda x, y: (x + 1, y.add_(1)), torch.ones(2), torch.ones(2), written=[1])
-    assert copies(graph, torch.ones(2), torch.ones(2)) == ["_foreach_copy_", "copy_", "clone"]
 
 
 # Weights
@@ -276,25 +238,6 @@ def test_a_pool_lives_as_long_as_a_graph_in_it(cuda: Cuda) -> None:
     del b
     gc.collect()
     assert CPU not in pools
-
-
-def test_a_run_is_captured_again_for_other_addresses_and_another_pool(cuda: Cuda) -> None:
-    def run(w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        return w * x, y.add_(x)
-
-    weight, other = torch.tensor([2.0]), captured(twice, torch.ones(1))
-    former = captured(run, weight, torch.ones(1), torch.ones(1), bound=[0], written=[2], random=True)
-    moved = torch.tensor([5.0])
-    again = former.recaptured([moved, *former.static.values()], other.pool, NOTHING)
-    assert again.pool is other.pool
-    x, y = torch.tensor([3.0]), torch.tensor([4.0])
-    product, total = again(moved, x, y)
-    other(torch.ones(1))
-    assert (product.item(), total.item(), y.item()) == (15.0, 7.0, 7.0)
-    assert total is y
-    with pytest.raises(Moved):
-        again(weight, x, y)
-    assert y.item() == 7.0
 
 
 def test_shared_outputs_are_overwritten_by_the_next_call_and_others_are_not(cuda: Cuda) -> None:

@@ -232,26 +232,6 @@ def test_an_op_that_returns_fewer_results_than_its_fake() -> None:
     assert run_interleaved(lowered, [torch.ones(2)], seed=0)[0].tolist() == [-2.0, -2.0]
 
 
-def test_without_a_wait_for_the_fork_inputs_are_garbage() -> None:
-    hand = Hand(2)
-    hand.use(1)
-    early = hand.call(torch.neg, hand.x)
-    hand.wait(0, hand.record(1))
-    lowered = hand.module(early)
-    assert run_interleaved(lowered, [torch.ones(2)], seed=1)[0].isnan().all()
-
-
-def test_without_a_join_the_caller_does_not_see_a_write() -> None:
-    hand = Hand(2)
-    result = hand.call(torch.neg, hand.x)
-    event = hand.record(0)
-    hand.use(1)
-    hand.wait(1, event)
-    written = hand.call(torch.Tensor.add_, result, 5)
-    written.meta["val"] = result.meta["val"]
-    assert run_interleaved(hand.module(result), [torch.ones(2)], seed=0)[0].tolist() == [-1, -1]
-
-
 def test_two_lanes_run_at_the_same_time() -> None:
     meeting = threading.Barrier(2, timeout=30)
     hand = Hand(2)

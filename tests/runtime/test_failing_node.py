@@ -34,7 +34,7 @@ INNER = fx.symbolic_trace(product)
     ("run", "statement"),
     [
         (INNER.forward, " at matmul = relu @ relu"),
-        (calling(lambda x: INNER.forward(x)).forward, " at matmul = relu @ relu"),  # type: ignore[no-any-return]
+        (calling(lambda x: INNER.forward(x)).forward, " at matmul = relu @ relu"),
         (calling(fails).forward, " at fails = "),
         (product, ""),
     ],

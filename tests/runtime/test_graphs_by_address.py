@@ -89,41 +89,31 @@ def linear() -> nn.Linear:
 
 
 @torch.no_grad()
-def test_equal_blocks_have_a_graph_each_which_is_freed_with_the_model(
-    captures: Captures, replays: list[CapturedGraph]
+@pytest.mark.parametrize("budgeted", [False, True])
+def test_equal_blocks_have_a_graph_each_within_the_budget(
+    budgeted: bool, captures: Captures, replays: list[CapturedGraph], budget: Budget, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Dynamo compiles the blocks once and keeps that; graphs are captured in the first call."""
+    """Dynamo compiles the blocks once and keeps that, but graphs are freed with the model."""
+    if budgeted:
+        budget(2, 64)
     model = blocks(3)
-    fast = autostream.optimize(model)
+    fast, graphs = autostream.optimize(model), 2 * (2 if budgeted else 3)
     torch.testing.assert_close(fast(X), model(X))
-    assert fast.reports[0].mode == "graph breaks"
+    (report,) = fast.reports
+    assert report.mode == "graph breaks"
     count = captures.count
-    assert len(captures.alive) == 6
     for number in range(3):
         del replays[:]
         torch.testing.assert_close(fast(X - number), model(X - number))
-        assert len(set(replays)) == len(replays) == 6
+        assert len(captures.alive) == len(set(replays)) == graphs
     assert captures.count == count
     assert len({graph.pool for graph in captures.alive}) == 1
-    del fast, model, replays[:]
+    reasons = [refusal.reason for part in fast.reports[0].parts for refusal in part.refusals]
+    assert sum("in too many places" in reason for reason in reasons) == 2 * budgeted
+    assert caplog.text.count("in too many places") == 2 * budgeted
+    del fast, model, report, replays[:]
     gc.collect()
     assert not captures.alive
-
-
-@torch.no_grad()
-def test_of_too_many_equal_blocks_some_run_eagerly(
-    captures: Captures, budget: Budget, caplog: pytest.LogCaptureFixture
-) -> None:
-    budget(3, 64)
-    model = blocks(4)
-    fast = autostream.optimize(model)
-    for number in range(3):
-        torch.testing.assert_close(fast(X - number), model(X - number))
-        assert len(captures.alive) == 2 * 3
-    (report,) = fast.reports
-    reasons = [refusal.reason for part in report.parts for refusal in part.refusals]
-    assert sum("in too many places" in reason for reason in reasons) == 2
-    assert caplog.text.count("in too many places") == 2
 
 
 def exchanged(model: nn.Linear, other: nn.Linear) -> None:

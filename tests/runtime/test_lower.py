@@ -176,11 +176,6 @@ def test_results_of_one_op_are_released_one_by_one() -> None:
     assert releases_of(case, *launches) == ["release = release(var_mean)", "release_1 = release(getitem_1)"]
 
 
-def test_storages_of_the_callers_stream_need_no_closing_fence(diamond: Case) -> None:
-    launches = [Launch("relu", 0), Launch("sin", 0), Launch("cos", 0), Launch("add", 0)]
-    assert written(lowered(diamond, Schedule("by hand", 2, tuple(launches))))[-1] == "release = release(relu, sin, cos)"
-
-
 @pytest.mark.parametrize(
     ("launches", "message"),
     [

@@ -155,26 +155,6 @@ def test_a_replay_returns_and_writes_what_an_eager_call_does_with_all_aliases(
     assert_same(function, inputs, tensors)
 
 
-def test_copies_alias_as_their_inputs_do_and_cover_no_more() -> None:
-    r"""Bytes of one storage that each input covers::
-
-    byte      0   4   8  12  16  20  24
-    left          |-------|
-    right             |-----------|
-    raw               |-|             (int16)
-    """
-    base, weight = torch.arange(6.0), torch.ones(2)
-    left, right, raw = base[1:3], base[2:5], base.view(torch.int16)[4:5]
-    *copies, same = static_copies([left, right, raw, weight], copied=[0, 1, 2])
-    assert same is weight
-    assert relations(copies) == [(0, 0), (0, 4), (0, 4)]
-    assert list(map(torch.equal, copies, [left, right, raw])) == [True] * 3
-    copies[0][1] = 7.5
-    assert copies[1][0] == 7.5
-    assert copies[2].item() == torch.tensor([7.5]).view(torch.int16)[0]
-    assert base.tolist() == [0, 1, 2, 3, 4, 5], "copies are no views"
-
-
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
 def test_a_copy_spans_all_inputs_that_share_memory_in_any_order(order: list[int]) -> None:
     """The second input is 4000 bytes behind the first: of all 8192, a copy has 8 + 4000, and 2000 % 512 in front."""

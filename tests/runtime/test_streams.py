@@ -137,8 +137,8 @@ def test_captures_users_and_other_runs_have_different_streams(cuda: Cuda) -> Non
     users = {cuda.Stream(0) for _ in range(40)}
     sides, stream = {*streams.fork("cuda:0", 16).streams[1:]}, streams.capture_stream("cuda:0")
     assert stream not in sides
-    stream.capturing = True  # type: ignore[attr-defined]
-    cuda.set_stream(stream)  # type: ignore[arg-type]
+    stream.capturing = True
+    cuda.set_stream(stream)
     lanes = streams.fork("cuda:0", 16)
     assert lanes.streams[0] is stream
     assert distinct(lanes)
@@ -188,11 +188,11 @@ def test_a_run_restores_device_stream_and_autocast(cuda: Cuda, fails: bool, cach
 def test_after_an_exception_all_lanes_wait_for_each_other(cuda: Cuda) -> None:
     with streams.restored("cuda:0"):
         lanes = streams.fork("cuda:0", 3)
-    assert [lane.waits for lane in lanes.streams] == [[], [], []], "without one they do not"  # type: ignore[attr-defined]
+    assert [lane.waits for lane in lanes.streams] == [[], [], []], "without one they do not"
     with failing("cuda:0"):
         caller, *sides = streams.fork("cuda:0", 3).streams
-    assert set(sides) <= set(caller.waits)  # type: ignore[attr-defined]
-    assert all(side.waits == [caller] for side in sides)  # type: ignore[attr-defined]
+    assert set(sides) <= set(caller.waits)
+    assert all(side.waits == [caller] for side in sides)
 
 
 def test_after_an_exception_in_a_capture_only_its_own_streams_are_joined(cuda: Cuda) -> None:
