@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-DYNAMOS_OWN = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-"""It looks at every tensor that it is given."""
+DYNAMO_WARNS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+"""Dynamo reads the gradient of every tensor that it traces with."""
 
 
 class Branching(nn.Module):
-    """A branch on data between layers, one of which is there before and after it."""
+    """A branch on data between layers, one of which is used before and after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,14 +29,14 @@ class Branching(nn.Module):
 
 def trained(model: nn.Module, run: Callable[[Tensor], Tensor], **backward: Any) -> list[Tensor | None]:
     """Gradients after steps on both branches, each of two calls before their backward."""
-    found: list[Tensor | None] = []
+    gradients: list[Tensor | None] = []
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     for seed in range(6):
         model.zero_grad()
         losses = [run(x + seed - 3 + turn).square().sum() for turn in range(2)]
         (losses[0] + losses[1]).backward(**backward)
-        found += [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
-    return found
+        gradients += [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
+    return gradients
 
 
 def same_gradients(ours: list[Tensor | None], theirs: list[Tensor | None]) -> None:

@@ -1,11 +1,10 @@
-"""Random modules, each held against itself after ``optimize``.
+"""Random modules, each compared with itself after ``optimize``.
 
     python -m tests.random_modules --examples 2000 --seed 0
 
-A module is written line by line, as Python. A line that the tensors at hand do not allow is left out, so what remains
-is what anybody could have written: views and writes through them, ``out=``, buffers, dropout, and arguments and results
-in containers, some of which alias. On the CPU every op changes the stream, and streams run in the orders that do most
-harm.
+A module is generated line by line, as Python source. Lines that raise are left out. What remains has views and writes
+through them, ``out=``, buffers, dropout, and arguments and results in containers, some of which alias. On the CPU every
+op changes the stream, and streams run in the most harmful orders.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ VALUES = _several("""
     torch.mul({x}, {y}, out=torch.zeros_like({x}));
     torch.sort({x}, dim=-1, stable=True, out=(torch.zeros_like({x}), torch.zeros_like({x}, dtype=torch.long)))
 """)
-"""Tensors of others: ``x`` and ``z`` are any, ``y`` can be broadcast to ``x``, ``n`` is a number, ``i`` indices."""
+"""Tensors made of others: ``x`` and ``z`` are any, ``y`` broadcasts to ``x``, ``n`` is a number, ``i`` indices."""
 
 VIEWS = _several("""
     {x}[0]; {x}[1:]; {x}.t(); {x}.view(-1); {x}.reshape(-1); {x}[::2]; {x}[..., 1:]; {x}.detach(); {x}.contiguous();
@@ -79,7 +78,7 @@ WRITES = _several("""
     {x}.logical_not_(); {x}.index_add_(0, {i}, {x}[{i}]); F.relu({x}, inplace=True);
     F.dropout({x}, 0.5, True, inplace=True); {x}.tril_()
 """)
-"""What changes ``x``. Only ``y`` may be in the memory that is written, and only element by element."""
+"""Writes to ``x``. Only ``y`` may share the memory that is written, and only element by element."""
 
 OUTS = _several("""
     torch.sin({y}.expand_as({x}), out={x}); torch.add({x}, {y}, out={x}); torch.mul({y}.expand_as({x}), {n}, out={x});
@@ -87,7 +86,7 @@ OUTS = _several("""
     torch.sum(torch.stack([{x}, {y}.expand_as({x})]), 0, out={x}); torch.cumsum({x}.clone(), 0, out={x});
     torch.cat([{x}[1:], {x}[:1]], out={x}.clone()); torch.cat([{x}[1:].clone(), {x}[:1].clone()], out={x})
 """)
-"""What writes a result into memory that has its shape already: ``x``, mostly. For ``y`` the same holds."""
+"""Ops that write their result into a tensor of its shape, mostly ``x``. For ``y`` the same holds as for writes."""
 
 LAYERS = {
     "nn.Linear(4, 4)": "self.{m}({x}.float().reshape(-1, 4))",
@@ -129,28 +128,29 @@ class RandomModule:
         self.source = source
 
     def __repr__(self) -> str:
-        """What can be pasted into a test."""
+        """The source, to paste into a test."""
         return f"\n\n{self.source}\n"
 
     def __call__(self) -> tuple[Callable[[], nn.Module], Callable[[], Inputs]]:
-        """What the source defines."""
+        """The class and the function that the source defines."""
         scope: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "__name__": __name__}
         exec(self.source, scope)
         return scope["Net"], scope["inputs"]
 
-    def with_all_draws(self) -> RandomModule:
-        """The same, returning what it draws as well: AOTAutograd leaves out what nobody uses, random or not."""
-        source, drawn = _DRAW.sub(r"\g<0>\n\g<1>drawn_\g<2> = \g<2>.clone()", self.source), _DRAW.findall(self.source)
-        names = ", ".join(f"drawn_{name}" for _, name in drawn)
-        return RandomModule(_RETURN.sub(rf"\g<1>, [{names}]", source)) if drawn else self
+    def returning_random_values(self) -> RandomModule:
+        """The same, returning random values as well: AOTAutograd removes unused ops, random or not."""
+        source = _RANDOM.sub(r"\g<0>\n\g<1>random_\g<2> = \g<2>.clone()", self.source)
+        lines = _RANDOM.findall(self.source)
+        names = ", ".join(f"random_{name}" for _, name in lines)
+        return RandomModule(_RETURN.sub(rf"\g<1>, [{names}]", source)) if lines else self
 
 
-_DRAW = re.compile(r"^( +)(v\d+) = .*(?:rand|dropout|bernoulli|normal_|uniform_|self\.layer).*$", re.M)
+_RANDOM = re.compile(r"^( +)(v\d+) = .*(?:rand|dropout|bernoulli|normal_|uniform_|self\.layer).*$", re.M)
 _RETURN = re.compile(r"^( {8}return .*)$", re.M)
 
 
 class Writer:
-    """Draws lines and runs each as soon as it is written, so that the next one knows the tensors at hand."""
+    """Generates lines and runs each at once, so that the next line can use the tensors that exist."""
 
     def __init__(self, draw: st.DrawFn) -> None:
         self._draw = draw
@@ -159,7 +159,7 @@ class Writer:
         self._counter = itertools.count()
 
     def module(self) -> RandomModule:
-        """Write all of a module."""
+        """Generate a module."""
         mode = f"self.train({self._draw(st.booleans())})"
         layers, state = self._layers(), self._state()
         assert self._runs(mode)
@@ -190,27 +190,27 @@ class Writer:
         return value
 
     def _runs(self, line: str) -> bool:
-        """Whether a line can be run now; if so, it has been."""
+        """Run a line; ``False`` if it raises."""
         try:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("error")
                 exec(line, self._scope)
-        except Exception:  # whatever it is, nobody would write it here
+        except Exception:
             return False
         return True
 
     def _layers(self) -> dict[str, str]:
-        """Lines that make layers, and how each is called."""
-        made = {}
+        """Lines that make layers, with the template of a call of each."""
+        layers = {}
         for at in self._count(2):
             maker = self._pick(list(LAYERS))
             line = f"self.layer{at} = {maker}"
             assert self._runs(line)
-            made[line] = LAYERS[maker].replace("{m}", f"layer{at}")
-        return made
+            layers[line] = LAYERS[maker].replace("{m}", f"layer{at}")
+        return layers
 
     def _state(self) -> list[str]:
-        """Lines that make parameters and buffers, some of which are or share others."""
+        """Lines that make parameters and buffers, some of which alias others."""
         lines = []
         for at in self._count(3):
             template = self._pick(STATE)
@@ -222,18 +222,18 @@ class Writer:
         return lines
 
     def _inputs(self) -> tuple[list[str], str, str]:
-        """Lines that make inputs, some of which alias; the parameters of ``forward``; how it is called."""
+        """Lines that make inputs, some of which alias; the parameters of ``forward``; the arguments of a call."""
         lines: list[str] = []
-        given: list[str] = []
+        inputs: list[str] = []
         for at in range(self._draw(st.integers(1, 4))):
-            alias = bool(given) and self._draw(st.booleans())
-            line = f"x{at} = {self._pick(ALIASES).format(x=self._pick(given)) if alias else self._pick(INPUTS)}"
+            alias = bool(inputs) and self._draw(st.booleans())
+            line = f"x{at} = {self._pick(ALIASES).format(x=self._pick(inputs)) if alias else self._pick(INPUTS)}"
             if self._runs(line):
                 lines.append(line)
-                given.append(f"x{at}")
-        places = {name: self._pick(["plain", "item", "keyword", "entry"]) for name in given}
+                inputs.append(f"x{at}")
+        kinds = {name: self._pick(["plain", "item", "keyword", "entry"]) for name in inputs}
         plain, items, keywords, entries = (
-            [name for name in given if places[name] == place] for place in ("plain", "item", "keyword", "entry")
+            [name for name in inputs if kinds[name] == kind] for kind in ("plain", "item", "keyword", "entry")
         )
         self._scope |= {"items": [self._value(name) for name in items]}
         self._scope |= {"table": {name: self._value(name) for name in entries}}
@@ -252,7 +252,7 @@ class Writer:
         return [line for _ in range(self._draw(st.integers(1, 24))) if (line := self._line(self._pick(kinds)))]
 
     def _line(self, templates: Sequence[str]) -> str:
-        """A line that has been run, or ``""`` where that cannot be done."""
+        """A line that has run, or ``""`` if it cannot."""
         template, target = self._pick(templates), self._pick(self._tensors)
         x = self._value(target)
         fitting = self._pick([name for name in self._tensors if _broadcasts(self._value(name), x)])
@@ -285,7 +285,7 @@ class Writer:
 
 
 _LARGEST = 256
-"""Elements of a tensor that others may be made of."""
+"""The most elements of a tensor that later lines use."""
 
 
 def _indented(depth: int, lines: Sequence[str]) -> str:
@@ -302,20 +302,20 @@ def _broadcasts(tensor: Tensor, to: Tensor) -> bool:
 
 
 def _elements(tensor: Tensor) -> list[int]:
-    """Where each element begins, in bytes from the start of the storage."""
+    """The offset of each element in the storage, in bytes."""
     size = tensor.element_size()
-    places = torch.arange(tensor.untyped_storage().nbytes() // size)
-    return (places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).flatten() * size).tolist()
+    offsets = torch.arange(tensor.untyped_storage().nbytes() // size)
+    return (offsets.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).flatten() * size).tolist()
 
 
 def _is_writable(tensor: Tensor) -> bool:
-    """Whether no two elements share a place: what is there after a write would be anybody's guess."""
-    places = _elements(tensor)
-    return len(places) == len(set(places))
+    """Whether no two elements share memory: the value after a write would be undefined."""
+    offsets = _elements(tensor)
+    return len(offsets) == len(set(offsets))
 
 
 def _is_safe(target: Tensor, source: Tensor) -> bool:
-    """Whether each element can be read before it is written, in any order."""
+    """Whether each element is read before it is written, in any order of elements."""
     if target.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
         return True
     apart = set(_elements(target)).isdisjoint(_elements(source))
@@ -331,7 +331,7 @@ def random_modules(draw: st.DrawFn) -> RandomModule:
 
 
 class Hostile(ThreadedProgram):
-    """Threads that first see that what they run comes to the same in the most harmful orders that the waits allow."""
+    """First checks that the most harmful orders that the waits allow give the same results, then runs in threads."""
 
     def __init__(self, lowered: fx.GraphModule) -> None:
         super().__init__(lowered)
@@ -340,72 +340,72 @@ class Hostile(ThreadedProgram):
     def __call__(self, *args: Tensor) -> tuple[Tensor, ...]:
         """Run once."""
         generator = torch.get_rng_state()
-        given = [tensor.detach() for tensor in args]
-        found = []
+        inputs = [tensor.detach() for tensor in args]
+        runs = []
         for order in range(4):
             torch.set_rng_state(generator)
-            copies = copy.deepcopy(given)
-            found.append((*run_interleaved(self._lowered, copies, order), *copies))
+            copies = copy.deepcopy(inputs)
+            runs.append((*run_interleaved(self._lowered, copies, order), *copies))
         torch.set_rng_state(generator)
         results = super().__call__(*args)
-        for tensors in found:
+        for tensors in runs:
             torch.testing.assert_close(tensors, (*results, *args), rtol=0, atol=0, equal_nan=True, check_stride=False)
         return results
 
 
 def hostile_streams(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Let a schedule win whose ops change the stream each time; returns the options to optimize with."""
+    """Select a schedule whose ops change the stream each time; returns the options to optimize with."""
     monkeypatch.setattr(runs, "ThreadedProgram", Hostile)
     monkeypatch.setattr(select, "_timer", lambda *_: lambda: 1.0)
     return force_streams(monkeypatch)
 
 
-Turns = Sequence[tuple[Callable[[], AbstractContextManager[Any]], bool]]
-"""Calls, one after the other: in which mode, and whether inputs that alias as they were made do so in this call."""
+CallSequence = Sequence[tuple[Callable[[], AbstractContextManager[Any]], bool]]
+"""Successive calls: the mode of each, and whether inputs that alias do so in this call."""
 
-TURNS: Mapping[str, Turns] = {
+CALL_SEQUENCES: Mapping[str, CallSequence] = {
     "aliases": ((torch.no_grad, False), (torch.no_grad, True), (torch.no_grad, True)),
     "inference mode": ((torch.no_grad, True), (torch.inference_mode, True), (torch.no_grad, True)),
     "gradients": ((torch.no_grad, True), (torch.enable_grad, True), (torch.no_grad, True)),
 }
-"""By what changes in between."""
+"""By what changes between the calls."""
 
 
 def check(
     module: RandomModule,
     options: Mapping[str, Any],
-    turns: Turns = TURNS["aliases"],
+    calls: CallSequence = CALL_SEQUENCES["aliases"],
     device: str = "cpu",
     tolerance: float = 0.0,
 ) -> Counter[str]:
-    """Call a module and its optimized self in turn; whatever can be seen must be the same, at once and in the end.
+    """Call a module and its optimized self; all that can be observed must be the same, at once and in the end.
 
-    Numbers are other ones in each call, random ones too.
+    Values, random ones too, differ between calls.
 
     Args:
         module: to call.
         options: to optimize with.
-        turns: how to call it.
-        device: where both are made.
-        tolerance: how far numbers may be apart, relatively and absolutely.
+        calls: how to call it.
+        device: of both.
+        tolerance: relative and absolute.
 
     Returns:
-        What became of its signatures, and how often: the mode, or why there is no schedule.
+        The modes of its signatures, or why there is no schedule, each with its count.
     """
-    records = any(mode is torch.enable_grad for mode, _ in turns)
-    if records:  # what comes twice AOTAutograd computes once, and adds gradients up in another order
+    records = any(mode is torch.enable_grad for mode, _ in calls)
+    if records:  # AOTAutograd merges common subexpressions, and adds up gradients in another order
         tolerance = max(tolerance, 1e-6)
-    net, inputs = (module.with_all_draws() if records else module)()
+    net, inputs = (module.returning_random_values() if records else module)()
     (ours, theirs), seen = (_made(net, device, seed=0) for _ in range(2)), []
     fast = autostream.optimize(ours, **options)
-    for turn, (mode, aliased) in enumerate(turns):
-        one, other = (_made(inputs, device, seed=turn) for _ in range(2))
+    for number, (mode, aliased) in enumerate(calls):
+        one, other = (_made(inputs, device, seed=number) for _ in range(2))
         one, other = (one, other) if aliased else (_apart(one), _apart(other))
         with mode():
-            pair = (observe(fast, ours, one, turn), observe(theirs, theirs, other, turn))
+            pair = (observe(fast, ours, one, number), observe(theirs, theirs, other, number))
             if mode is torch.enable_grad:
                 if isinstance(pair[1].result, tuple) and isinstance(pair[1].result[0], type):
-                    break  # what autograd refuses to the eager one, AOTAutograd may do
+                    break  # AOTAutograd may accept what eager autograd refuses
                 pair = (_by_memory(pair[0]), _by_memory(pair[1]))
             seen.append(pair)
             same(*pair, tolerance)
@@ -417,7 +417,7 @@ def check(
 
 
 def _by_memory(observed: Observed) -> Observed:
-    """Without which tensors are one object: of inputs that overlap and are written, AOTAutograd returns views."""
+    """Without object identity: of inputs that overlap and are written, AOTAutograd returns views."""
     return replace(observed, relations=[(memory, memory) for _, memory in observed.relations])
 
 
@@ -428,19 +428,19 @@ def _made(maker: Callable[[], Any], device: str, seed: int) -> Any:
 
 
 def _apart(inputs: Inputs) -> Inputs:
-    """The same inputs, each in memory of its own."""
+    """The same inputs, each in its own memory."""
 
-    def alone(tensor: Tensor) -> Tensor:
+    def copied(tensor: Tensor) -> Tensor:
         return copy.deepcopy(tensor.detach()).requires_grad_(tensor.requires_grad)
 
-    separate: Inputs = tree_map_only(Tensor, alone, inputs)
+    separate: Inputs = tree_map_only(Tensor, copied, inputs)
     return separate
 
 
 def runs_on(device: str, net: Callable[[], nn.Module], inputs: Callable[[], Inputs]) -> bool:
-    """Whether a device has all ops of a module, which was written on the CPU.
+    """Whether a device has all ops of a module, which was generated on the CPU.
 
-    Where it has not, the plain module raises, and fused kernels need not: they leave out what nobody uses.
+    Where it has not, the eager module raises, but fused kernels may not, because unused ops are removed.
     """
     args, kwargs = _made(inputs, device, seed=0)
     try:
@@ -452,11 +452,11 @@ def runs_on(device: str, net: Callable[[], nn.Module], inputs: Callable[[], Inpu
 
 
 TOLERANCE = {"eager": 0.0, "inductor": 1e-3}
-"""By level of kernels: those that are fused round elsewhere."""
+"""By level of kernels: fused ones round in other places."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Check so many modules and say what became of them; the first that fails is shrunk and printed."""
+    """Check a number of modules, and print their modes; the first that fails is shrunk and printed."""
     parser = argparse.ArgumentParser(prog="python -m tests.random_modules", description=main.__doc__)
     parser.add_argument("--examples", type=int, default=2000, help="how many modules (default: 2000)")
     parser.add_argument("--seed", type=int, default=0, help="which ones (default: 0)")
@@ -475,10 +475,10 @@ def main(arguments: Sequence[str]) -> None:
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(random_modules(), st.sampled_from(list(TURNS)))
-    def run(module: RandomModule, turns: str) -> None:
+    @given(random_modules(), st.sampled_from(list(CALL_SEQUENCES)))
+    def run(module: RandomModule, calls: str) -> None:
         assume(runs_on(asked.device, *module()))
-        tally.update(check(module, options, TURNS[turns], asked.device, TOLERANCE[asked.kernels]))
+        tally.update(check(module, options, CALL_SEQUENCES[calls], asked.device, TOLERANCE[asked.kernels]))
         torch._dynamo.reset()
         next(modules)
 

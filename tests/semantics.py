@@ -1,4 +1,4 @@
-"""All that a caller can see of a call, and whether an optimized model shows the same as the plain one."""
+"""Everything that a caller can observe of a call, and whether an optimized model does the same as the eager one."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Inputs = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and keyword arguments of a call."""
 
 GRAD_MODES = (torch.no_grad, torch.no_grad, torch.inference_mode)
-"""Modes of successive calls: the one that prepares, one that repeats it, and one in another mode without gradients."""
+"""Modes of successive calls: the first call captures, the second repeats it, the third is in another mode."""
 
 
 class Viewed(nn.Module):
-    """Views a buffer before a graph break, and writes to it behind: what is written shows through the view."""
+    """Views a buffer before a graph break, and writes to the buffer after it, which the view shows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Model(nn.Module):
 
 
 class Beside(nn.Module):
-    """A model with work beside it, so that a schedule over two streams exists whatever the model does."""
+    """A model with independent ops beside it, so that a schedule over two streams exists whatever the model does."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Beside(nn.Module):
 
 
 def scattered(graph: OpGraph, costs: Costs, profile: DeviceProfile, streams: int, pinned: frozenset[str]) -> Assignment:
-    """A policy that changes the stream at every op, whatever that costs: as many waits as there can be."""
+    """A policy that changes the stream at every op: as many waits as there can be."""
     lanes = itertools.cycle(reversed(range(streams)))
     stream = {op: 0 if op in pinned else next(lanes) for op in graph.ops}
     return Assignment("scattered", 1 + max(stream.values(), default=0), tuple(graph.ops), stream)
@@ -85,7 +85,7 @@ def force_streams(monkeypatch: pytest.MonkeyPatch, policy: Policy = scattered) -
 
 
 def let_policy_assign(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
-    """Let a policy, which decides on single ops, stand for ``critical_path``."""
+    """Replace ``critical_path`` by another policy, which assigns single ops."""
     others = candidates._assigned
 
     def assigned(priced: Priced, options: Options, pinned: frozenset[str]) -> Iterator[Assignment]:
@@ -104,19 +104,19 @@ CONFIGURATIONS: Mapping[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]] = {
     "critical path": lambda monkeypatch: force_streams(monkeypatch, POLICIES["critical_path"]),
     "scattered": force_streams,
 }
-"""Ways to optimize: each makes what it patches and returns options."""
+"""How to optimize: each function patches what it needs and returns options."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """What a caller can see of a call.
+    """What a caller can observe of a call.
 
     Attributes:
         result: what was returned, or the type and the message of the exception.
-        world: the arguments and the model's tensors afterwards.
+        world: the arguments and the model's tensors, after the call.
         relations: which of all these tensors are the same object, and which share memory.
-        gradients: of all tensors around it, where it was called with gradients, and backward from its results.
-        generators: states of the random generators afterwards.
+        gradients: of all these tensors, after a backward from the results, where gradients are recorded.
+        generators: states of the random generators, after the call.
     """
 
     result: Any
@@ -127,7 +127,7 @@ class Observed:
 
 
 def observe(run: Callable[..., Any], model: Any, inputs: Inputs, seed: int = 7) -> Observed:
-    """Call ``run``, which is ``model`` or was made of it, and look at everything around it."""
+    """Call ``run``, which is ``model`` or its optimized module, and observe everything around the call."""
     torch.manual_seed(seed)
     random.seed(seed)
     args, kwargs = inputs
@@ -137,7 +137,7 @@ def observe(run: Callable[..., Any], model: Any, inputs: Inputs, seed: int = 7) 
         if torch.is_grad_enabled() and sums:
             torch.stack(sums).sum().backward()
     except Exception as error:
-        # How often a tensor was written is told by its counter; a fused kernel writes once what several ops wrote.
+        # A message has the tensor's version, and a fused kernel writes once what several ops write.
         result = (type(error), re.sub(r"version \d+", "version", str(error)))
     world = (inputs, dict(model.state_dict(keep_vars=True)) if isinstance(model, nn.Module) else {})
     gradients = [tensor.grad for tensor in tensors_in(world) if tensor.is_leaf]
@@ -146,14 +146,14 @@ def observe(run: Callable[..., Any], model: Any, inputs: Inputs, seed: int = 7) 
 
 
 def _devices() -> int:
-    """How many CUDA devices are in use."""
+    """The number of CUDA devices in use."""
     return torch.cuda.device_count() if torch.cuda.is_initialized() else 0
 
 
 def check_same(
     model: Any, inputs: Inputs, options: Mapping[str, Any], modes: Sequence[Callable[[], Any]] = GRAD_MODES
 ) -> autostream.OptimizedModule:
-    """Call copies of the plain and of the optimized model side by side; whatever can be seen must be the same."""
+    """Call copies of the eager and of the optimized model side by side; all that can be observed must be the same."""
     (ours, our_inputs), (theirs, their_inputs) = (copy.deepcopy((model, inputs)) for _ in range(2))
     fast = autostream.optimize(ours, **options)
     for mode in modes:
@@ -168,7 +168,7 @@ def same(ours: Any, theirs: Any, tolerance: float = 0.0) -> None:
     Args:
         ours: one value.
         theirs: the other one.
-        tolerance: how far numbers in tensors may be apart, relatively or absolutely; 0.0 is to the bit.
+        tolerance: of numbers in tensors, relative and absolute; with 0.0 they have to be equal to the bit.
     """
     assert type(ours) is type(theirs), (ours, theirs)
     if isinstance(ours, Tensor):
@@ -192,7 +192,7 @@ def _same_tensor(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
     exact = not tolerance
     assert _layout(ours, exact) == _layout(theirs, exact), (_layout(ours, exact), _layout(theirs, exact))
     ours, theirs = ours.detach(), theirs.detach()
-    if not exact and ours.is_floating_point():  # fused kernels may leave out that a value in between is rounded
+    if not exact and ours.is_floating_point():  # fused kernels may keep intermediate values unrounded
         tolerance = max(tolerance, 2 * torch.finfo(ours.dtype).eps)
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
     if not tolerance and ours.is_floating_point() and ours.layout is torch.strided and not ours.is_meta:
@@ -202,10 +202,10 @@ def _same_tensor(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
 def _layout(tensor: Tensor, exact: bool) -> tuple[object, ...]:
     place: tuple[object, ...] = ()
     if tensor.layout is torch.strided:
-        # Between fused kernels, dimensions of one element have any stride.
-        strides = [own if exact or size > 1 else 0 for own, size in zip(tensor.stride(), tensor.shape, strict=True)]
+        # In outputs of fused kernels, dimensions of one element have any stride.
+        strides = [step if exact or size > 1 else 0 for step, size in zip(tensor.stride(), tensor.shape, strict=True)]
         place = (strides, tensor.storage_offset())
-    if tensor.is_cuda:  # what a captured graph returns is copied, and no more of its storage than it covers
+    if tensor.is_cuda:  # outputs of a captured graph are copied, without the rest of their storage
         place = place[:1]
     flags = (tensor.requires_grad, tensor.is_inference(), tensor.is_conj(), tensor.is_neg())
     return type(tensor), tensor.dtype, tensor.shape, tensor.layout, place, flags

@@ -1,4 +1,4 @@
-"""Modules that are written at random do the same when they are optimized; so do those by which a fault was found."""
+"""Random modules do the same when they are optimized; so do those with which a fault was found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from autostream.ir import Assignment, OpGraph, Schedule
 from autostream.scheduling.synchronize import synchronize
 from autostream.tuning import candidates
-from tests.random_modules import TOLERANCE, TURNS, RandomModule, check, hostile_streams, random_modules, runs_on
+from tests.random_modules import (
+    CALL_SEQUENCES,
+    TOLERANCE,
+    RandomModule,
+    check,
+    hostile_streams,
+    random_modules,
+    runs_on,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -39,7 +47,7 @@ class Net(nn.Module):
 def inputs():
     return [torch.randn(4)], {}
 """,
-        "a look at a dropout that returns its argument, which is written meanwhile": """
+        "a view of a dropout that returns its argument, which is written later": """
 class Net(nn.Module):
     def forward(self, x0):
         v0 = F.dropout(x0, 0.5, False)
@@ -55,7 +63,7 @@ class Net(nn.Module):
 def inputs():
     return [torch.randn(4, 4)], {}
 """,
-        "a view of an input in front of it: sizes were unknown": """
+        "an input that is a view of a later input: sizes were unknown": """
 class Net(nn.Module):
     def forward(self, x0, x1):
         v0 = x1.max(0)
@@ -66,7 +74,7 @@ def inputs():
     x1 = torch.randn(4, 4)
     return [x1[1:], x1], {}
 """,
-        "a look at a reshape of what is written meanwhile: its memory, if it has any, was released before": """
+        "a view of a reshape whose base is written later: its memory was released too early": """
 class Net(nn.Module):
     def forward(self, x0):
         v0 = x0.relu_()
@@ -82,7 +90,7 @@ def inputs():
 """,
     }.items()
 }
-"""What was found at random, shrunk, by what was wrong."""
+"""Shrunk modules that failed once, by what was wrong."""
 
 BRANCHES = RandomModule("""
 class Net(nn.Module):
@@ -101,19 +109,19 @@ def inputs():
 
 @pytest.fixture(scope="module")
 def options() -> Iterator[dict[str, Any]]:
-    """Makes streams do all the harm they can."""
+    """Options and patches with which ops change the stream each time, in the most harmful orders."""
     with pytest.MonkeyPatch.context() as patch:
         yield hostile_streams(patch)
 
 
-@settings(max_examples=50, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(module=random_modules(), turns=st.sampled_from(list(TURNS)))
-def test_a_random_module_does_the_same(options: dict[str, Any], module: RandomModule, turns: str) -> None:
-    check(module, options, TURNS[turns])
+@settings(max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(module=random_modules(), calls=st.sampled_from(list(CALL_SEQUENCES)))
+def test_a_random_module_does_the_same(options: dict[str, Any], module: RandomModule, calls: str) -> None:
+    check(module, options, CALL_SEQUENCES[calls])
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_was_found_stays_right(options: dict[str, Any], name: str) -> None:
+def test_a_module_that_failed_once_does_the_same(options: dict[str, Any], name: str) -> None:
     assert "threads" in check(FOUND[name], options)
 
 
@@ -121,15 +129,15 @@ def test_what_was_found_stays_right(options: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize("kernels", TOLERANCE)
 def test_a_random_module_does_the_same_on_a_gpu(options: dict[str, Any], kernels: str) -> None:
     @settings(max_examples=25, suppress_health_check=list(HealthCheck))
-    @given(module=random_modules(), turns=st.sampled_from(list(TURNS)))
-    def run(module: RandomModule, turns: str) -> None:
+    @given(module=random_modules(), calls=st.sampled_from(list(CALL_SEQUENCES)))
+    def run(module: RandomModule, calls: str) -> None:
         assume(runs_on("cuda", *module()))
-        check(module, {**options, "kernels": kernels}, TURNS[turns], "cuda", TOLERANCE[kernels])
+        check(module, {**options, "kernels": kernels}, CALL_SEQUENCES[calls], "cuda", TOLERANCE[kernels])
 
     run()
 
 
-def test_a_wait_that_is_missing_is_noticed(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wait_is_found(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def without_waits(graph: OpGraph, assignment: Assignment) -> Schedule:
         schedule = synchronize(graph, assignment)
         return replace(schedule, launches=tuple(replace(launch, waits=()) for launch in schedule.launches))

@@ -1,16 +1,15 @@
-"""Whatever a model does, its optimized self does the same: scheduled, split at graph breaks, or as it is.
+"""An optimized model does what the eager model does: captured as one graph, split at graph breaks, or run eagerly.
 
-Each case is called in three grad modes and under several configurations, next to a copy of the plain model. Compared
-are results, arguments and state afterwards to the bit, which tensors are the same object or share memory, layouts, and
-the random generators.
+Each case is called in three grad modes, beside a copy of the eager model. These are compared: results, arguments and
+state after the call, to the bit; which tensors are the same object or share memory; layouts; random generators.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable, Mapping
+from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +33,7 @@ def t(*shape: int) -> Tensor:
 
 @dataclass
 class Pair:
-    """A dataclass as people write them: not registered anywhere."""
+    """A dataclass that is not registered with pytree."""
 
     x: Tensor
     n: int = 3
@@ -43,10 +42,10 @@ class Pair:
 Named = namedtuple("Named", "a b")
 
 
-def model_output(s: Model, given: Any) -> Any:
+def model_output(s: Model, inputs: Any) -> Any:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-    return BaseModelOutputWithPooling(last_hidden_state=given.last_hidden_state + 1, pooler_output=None)
+    return BaseModelOutputWithPooling(last_hidden_state=inputs.last_hidden_state + 1, pooler_output=None)
 
 
 def a_model_output() -> Any:
@@ -95,7 +94,7 @@ def chains_of_in_place_ops(s: Model, x: Tensor) -> Tensor:
     return x
 
 
-def draws(s: Model, x: Tensor) -> Any:
+def random_ops(s: Model, x: Tensor) -> Any:
     noise = torch.rand(3), torch.randn(2), torch.randperm(5), torch.rand_like(x)
     return *noise, torch.bernoulli(x.sigmoid()), x.clone().uniform_(), x.exponential_()
 
@@ -124,18 +123,6 @@ class Twice(nn.Module):
         return self.layer(x) + self.layer(self.layer(x) * 2)
 
 
-class Tied(nn.Module):
-    """Two modules with one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.out = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
-        self.out.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Any:
-        return self.out(self.embedding(x)), self.embedding.weight.sum()
-
-
 def tied_input() -> Any:
     layer = nn.Linear(3, 3)
     return layer, layer.weight
@@ -162,7 +149,7 @@ def buffer_as_input() -> Any:
 
 
 class Handle:
-    """An object of the user's that no tracer knows."""
+    """An object of a type that no tracer knows."""
 
     factor = 2
 
@@ -172,134 +159,115 @@ class Handle:
     __hash__ = None  # type: ignore[assignment]
 
 
-SCHEDULED: Mapping[str, Callable[[], tuple[Any, ...]]] = {
-    # Arguments and results of all kinds; a case is the model, its arguments, and at the end a dict of keyword ones.
-    "keywords": lambda: (Model(lambda s, x, y=None, *, z=1: x * z + y), t(3, 4), {"y": t(3, 4), "z": 3}),
-    "left-out keywords": lambda: (Model(lambda s, x, y=None, *, z=1: x * z if y is None else x + y), t(3), {}),
-    "nested containers": lambda: (
+Case = tuple[Any, Sequence[Any], Mapping[str, Any]]
+"""A model, and the arguments of a call."""
+
+
+def case(model: Any, *args: Any, **kwargs: Any) -> Case:
+    return model, args, kwargs
+
+
+CAPTURED: Mapping[str, Callable[[], Case]] = {
+    # Arguments and results of all kinds.
+    "keywords": lambda: case(Model(lambda s, x, y=None, *, z=1: x * z + y), t(3, 4), y=t(3, 4), z=3),
+    "nested containers": lambda: case(
         Model(lambda s, d: {"a": [d["x"] + 1, {"b": (d["l"][0] * 2, None, 3, "s")}], "c": d["t"][1]}),
         {"x": t(2), "l": [t(3)], "t": (1, t(2))},
-        {},
     ),
-    "dataclass": lambda: (Model(lambda s, pair: Pair(pair.x * pair.n, 4)), Pair(t(3)), {}),
-    "ModelOutput": lambda: (Model(model_output), a_model_output(), {}),
-    "named tuple": lambda: (Model(lambda s, n: Named(n.b + 1, n.a * 2)), Named(t(3), t(3)), {}),
-    "ordered dict": lambda: (Model(lambda s, d: OrderedDict(b=d["a"] + 1, a=2)), OrderedDict(a=t(3)), {}),
-    "default dict": lambda: (Model(lambda s, d: defaultdict(list, o=[d["a"] + 1])), defaultdict(int, a=t(3)), {}),
-    "constants": lambda: (
+    "dataclass": lambda: case(Model(lambda s, pair: Pair(pair.x * pair.n, 4)), Pair(t(3))),
+    "ModelOutput": lambda: case(Model(model_output), a_model_output()),
+    "named tuple": lambda: case(Model(lambda s, n: Named(n.b + 1, n.a * 2)), Named(t(3), t(3))),
+    "constants": lambda: case(
         Model(lambda s, x, n, text, f, dtype: (x.to(dtype) * n * f, text, n, f, dtype, None)),
-        *(t(3), 2, "text", float("nan"), torch.float64, {}),
+        t(3),
+        2,
+        "text",
+        float("nan"),
+        torch.float64,
     ),
-    "sizes": lambda: (Model(lambda s, x: (x.shape, x.size(0), x.dtype, x.device, x.relu().shape)), t(8, 2), {}),
-    "no inputs": lambda: (Model(lambda s: s.weight * 2, weight=nn.Parameter(t(3))), {}),
-    "new tensors": lambda: (
-        Model(lambda s, x: (torch.tensor([1.0, 2.0]), x + torch.arange(3), torch.ones(2).expand(4, 2))),
-        *(t(3), {}),
+    "sizes": lambda: case(Model(lambda s, x: (x.shape, x.size(0), x.dtype, x.device, x.relu().shape)), t(8, 2)),
+    "no inputs": lambda: case(Model(lambda s: s.weight * 2, weight=nn.Parameter(t(3)))),
+    "complex numbers": lambda: case(
+        Model(lambda s, x: (torch.fft.fft(x), torch.fft.fft(x).conj(), torch.fft.ifft(torch.fft.fft(x)).real)), t(8)
     ),
-    "integers": lambda: (
-        Model(lambda s, x, y: (x // y, x / y, x.bool() & y.bool())),
-        *(torch.tensor([5, 6]), torch.tensor([2, 4]), {}),
+    "several results of an op": lambda: case(
+        Model(lambda s, x: (x.topk(2), x.sort(), x.max(0), torch.unique(x), torch.var_mean(x))), t(8)
     ),
-    "precisions": lambda: (Model(lambda s, x: (x.half() * 2, x.bfloat16() + 1, x.double().sum())), t(3), {}),
-    "complex numbers": lambda: (
-        Model(lambda s, x: (torch.fft.fft(x), torch.fft.fft(x).conj(), torch.fft.ifft(torch.fft.fft(x)).real)),
-        *(t(8), {}),
-    ),
-    "several results of an op": lambda: (
-        Model(lambda s, x: (x.topk(2), x.sort(), x.max(0), torch.unique(x), torch.var_mean(x))),
-        *(t(8), {}),
-    ),
-    "sizes that depend on data": lambda: (Model(lambda s, x: (x[x > 0] * 2).sin()), t(8), {}),
-    "parameters as inputs": lambda: (Model(lambda s, x: (x * 2, x, x[1:])), nn.Parameter(t(3)), {}),
-    "a function": lambda: (lambda x, y=2: (x * y, x + y), t(3), {"y": 4}),
-    "a set": lambda: (Model(lambda s, x, k: x * len(k)), t(3), {1, 2}, {}),
-    "a function as an input": lambda: (Model(lambda s, x, f: f(x)), t(3), torch.relu, {}),
-    "an object": lambda: (Model(lambda s, x, h: x * h.factor), t(3), Handle(), {}),
-    "vmap inside": lambda: (Model(lambda s, x: torch.vmap(lambda row: row.sum() * row)(x)), t(3, 4), {}),
+    "sizes that depend on data": lambda: case(Model(lambda s, x: (x[x > 0] * 2).sin()), t(8)),
+    "parameters as inputs": lambda: case(Model(lambda s, x: (x * 2, x, x[1:])), nn.Parameter(t(3))),
+    "a function": lambda: case(lambda x, y=2: (x * y, x + y), t(3), y=4),
+    "an object": lambda: case(Model(lambda s, x, h: x * h.factor), t(3), Handle()),
+    "vmap inside": lambda: case(Model(lambda s, x: torch.vmap(lambda row: row.sum() * row)(x)), t(3, 4)),
     # Aliases.
-    "outputs that are inputs": lambda: (Model(lambda s, x, y: (x, y, x, y + 1)), t(3), t(3), {}),
-    "outputs that are views of inputs": lambda: (
-        Model(lambda s, x: (x[1:], x.t(), x.view(-1), x.detach(), x.view_as(x), x.contiguous(), x.to(x.dtype))),
-        *(t(3, 4), {}),
+    "outputs that are inputs": lambda: case(Model(lambda s, x, y: (x, y, x, y + 1)), t(3), t(3)),
+    "outputs that are views of inputs": lambda: case(
+        Model(lambda s, x: (x[1:], x.t(), x.view(-1), x.detach(), x.view_as(x), x.contiguous(), x.to(x.dtype))), t(3, 4)
     ),
-    "outputs that alias each other": lambda: (Model(several_views_of_a_result), t(3, 4), {}),
-    "outputs that are state": lambda: (
-        Model(lambda s, x: (s.w, s.w.t(), x @ s.w, s.b), w=nn.Parameter(t(4, 4)), b=nn.Buffer(t(4))),
-        *(t(3, 4), {}),
+    "outputs that alias each other": lambda: case(Model(several_views_of_a_result), t(3, 4)),
+    "outputs that are state": lambda: case(
+        Model(lambda s, x: (s.w, s.w.t(), x @ s.w, s.b), w=nn.Parameter(t(4, 4)), b=nn.Buffer(t(4))), t(3, 4)
     ),
-    "a container that is given back": lambda: (Model(lambda s, d: (d, d["a"] + 1)), {"a": t(3)}, {}),
-    "overlapping inputs, written": lambda: (Model(writes_overlapping_inputs), *overlapping(), {}),
-    "one tensor twice, written": lambda: (Model(writes_overlapping_inputs), *twice_the_same(), {}),
-    "a weight as input": lambda: (*tied_input(), {}),
-    "a buffer as input, written": lambda: (*buffer_as_input(), {}),
+    "a container that is given back": lambda: case(Model(lambda s, d: (d, d["a"] + 1)), {"a": t(3)}),
+    "overlapping inputs, written": lambda: case(Model(writes_overlapping_inputs), *overlapping()),
+    "one tensor twice, written": lambda: case(Model(writes_overlapping_inputs), *twice_the_same()),
+    "a weight as input": lambda: case(*tied_input()),
+    "a buffer as input, written": lambda: case(*buffer_as_input()),
     # Layouts.
-    "not contiguous": lambda: (Model(lambda s, x: (x + 1, x.relu(), x.t() @ x)), t(4, 6)[:, ::2], {}),
-    "expanded": lambda: (Model(lambda s, x: (x + 1, x.contiguous() * 2, x.sum(0))), t(1, 6).expand(4, 6), {}),
-    "zero elements": lambda: (Model(lambda s, x: (x + 1, x.sum(), x.reshape(0), torch.cat([x, x]))), t(0, 6), {}),
-    "scalar": lambda: (Model(lambda s, x: (x + 1, x * 2)), torch.tensor(3.0), {}),
-    "channels last": lambda: (nn.Conv2d(3, 4, 3), t(2, 3, 8, 8).to(memory_format=torch.channels_last), {}),
+    "not contiguous": lambda: case(Model(lambda s, x: (x + 1, x.relu(), x.t() @ x)), t(4, 6)[:, ::2]),
+    "expanded": lambda: case(Model(lambda s, x: (x + 1, x.contiguous() * 2, x.sum(0))), t(1, 6).expand(4, 6)),
+    "zero elements": lambda: case(Model(lambda s, x: (x + 1, x.sum(), x.reshape(0), torch.cat([x, x]))), t(0, 6)),
     # State.
-    "a module called twice": lambda: (Twice(), t(3, 4), {}),
-    "tied weights": lambda: (Tied(), torch.tensor([1, 2, 3]), {}),
-    "batchnorm in train mode": lambda: (
-        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.BatchNorm2d(4)),
-        *(t(2, 3, 8, 8), {}),
+    "a module called twice": lambda: case(Twice(), t(3, 4)),
+    "batchnorm in train mode": lambda: case(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.BatchNorm2d(4)), t(2, 3, 8, 8)
     ),
-    "counters in buffers": lambda: (
-        Model(counts_in_buffers, count=nn.Buffer(torch.zeros(())), last=nn.Buffer(torch.zeros(3))),
-        *(t(3), {}),
+    "counters in buffers": lambda: case(
+        Model(counts_in_buffers, count=nn.Buffer(torch.zeros(())), last=nn.Buffer(torch.zeros(3))), t(3)
     ),
-    "tensors as plain attributes": lambda: (Model(lambda s, x: (x + s.shift, s.shift), shift=t(3)), t(3), {}),
-    "parametrized weights": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), t(3), {}),
-    "power iteration in train mode": lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), t(3), {}),
+    "tensors as plain attributes": lambda: case(Model(lambda s, x: (x + s.shift, s.shift), shift=t(3)), t(3)),
+    "parametrized weights": lambda: case(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), t(3)),
+    "power iteration in train mode": lambda: case(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), t(3)),
     # Writes.
-    "inputs written": lambda: (Model(writes_inputs), t(3, 4), t(3, 4), {}),
-    "an input written, nothing returned": lambda: (Model(writes_and_returns_nothing), t(3), {}),
-    "out arguments": lambda: (Model(lambda s, x, out: torch.add(x, 1, out=out)), t(3), torch.zeros(3), {}),
-    "chains of in-place ops": lambda: (Model(chains_of_in_place_ops), t(3, 4), {}),
+    "inputs written": lambda: case(Model(writes_inputs), t(3, 4), t(3, 4)),
+    "an input written, nothing returned": lambda: case(Model(writes_and_returns_nothing), t(3)),
+    "out arguments": lambda: case(Model(lambda s, x, out: torch.add(x, 1, out=out)), t(3), torch.zeros(3)),
+    "chains of in-place ops": lambda: case(Model(chains_of_in_place_ops), t(3, 4)),
     # Random numbers.
-    "dropout in train mode": lambda: (
-        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.2), nn.AlphaDropout(0.1)),
-        *(t(4, 8), {}),
+    "dropout in train mode": lambda: case(
+        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.2), nn.AlphaDropout(0.1)), t(4, 8)
     ),
-    "random numbers": lambda: (Model(draws), t(3), {}),
-    "recurrent, with dropout": lambda: (nn.GRU(4, 5, 2, dropout=0.5), t(2, 3, 4), {}),
+    "random numbers": lambda: case(Model(random_ops), t(3)),
+    "recurrent, with dropout": lambda: case(nn.GRU(4, 5, 2, dropout=0.5), t(2, 3, 4)),
     # Modes and higher-order ops.
-    "autocast inside": lambda: (Model(autocasts_a_part, layer=nn.Linear(4, 4)), t(3, 4), {}),
-    "checkpoint": lambda: (
-        Model(lambda s, x: checkpoint(s.layer, x, use_reentrant=False), layer=nn.Linear(3, 3)),
-        *(t(3), {}),
+    "autocast inside": lambda: case(Model(autocasts_a_part, layer=nn.Linear(4, 4)), t(3, 4)),
+    "checkpoint": lambda: case(
+        Model(lambda s, x: checkpoint(s.layer, x, use_reentrant=False), layer=nn.Linear(3, 3)), t(3)
     ),
-    "cond": lambda: (
-        Model(lambda s, x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))),
-        *(t(3), {}),
+    "cond, and random numbers": lambda: case(
+        Model(lambda s, x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,)) + torch.rand(3)), t(3)
     ),
-    "cond, and random numbers": lambda: (
-        Model(lambda s, x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,)) + torch.rand(3)),
-        *(t(3), {}),
-    ),
-    "a number that is returned": lambda: (Model(lambda s, x: (x * 2, x.sum().item())), t(3), {}),
-    "a buffer that is replaced": lambda: (Model(replaces_a_buffer, buffer=nn.Buffer(t(3))), t(3), {}),
-    "a plain attribute that is written": lambda: (Model(writes_a_plain_attribute, shift=t(3)), t(3), {}),
-    "a list that grows": lambda: (Model(appends), [t(3)], {}),
-    "a dictionary that grows": lambda: (Model(inserts), {"a": t(3)}, {}),
-    "a number taken from a tensor": lambda: (Model(lambda s, x: x * x.sum().item()), t(3), {}),
+    "a number that is returned": lambda: case(Model(lambda s, x: (x * 2, x.sum().item())), t(3)),
+    "a buffer that is replaced": lambda: case(Model(replaces_a_buffer, buffer=nn.Buffer(t(3))), t(3)),
+    "a plain attribute that is written": lambda: case(Model(writes_a_plain_attribute, shift=t(3)), t(3)),
+    "a list that grows": lambda: case(Model(appends), [t(3)]),
+    "a dictionary that grows": lambda: case(Model(inserts), {"a": t(3)}),
+    "a number taken from a tensor": lambda: case(Model(lambda s, x: x * x.sum().item()), t(3)),
 }
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
-@pytest.mark.parametrize("name", SCHEDULED)
-def test_what_is_scheduled(name: str, configuration: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, *args, kwargs = SCHEDULED[name]()
+@pytest.mark.parametrize("configuration", ["default", "scattered"])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_model_that_is_captured_as_one_graph(name: str, configuration: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args, kwargs = CAPTURED[name]()
     options = CONFIGURATIONS[configuration](monkeypatch)
     model = Beside(model) if configuration == "scattered" else model
-    fast = check_same(model, (args, kwargs), {**options, "strict": True})
+    fast = check_same(model, (list(args), kwargs), {**options, "strict": True})
     modes = {report.mode for report in fast.reports}
     assert modes == {"threads"} if configuration == "scattered" else modes <= {"threads", "one stream"}
 
 
 def test_gradients_recorded_inside() -> None:
-    """Not in inference mode, where the plain model cannot record any."""
+    """Not in inference mode, where the eager model cannot record any."""
     fast = check_same(Model(records_gradients_inside), ([t(3)], {}), {"strict": True}, [torch.no_grad] * 2)
     assert fast.reports[0].mode == "one stream"
 
@@ -317,7 +285,7 @@ class Counting(nn.Module):
 
 
 class WithGenerator(nn.Module):
-    """Draws from a generator of its own."""
+    """Uses a generator of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,7 +298,7 @@ class WithGenerator(nn.Module):
         return x + torch.rand(3, generator=self.generator)
 
 
-def draws_apart(s: Model, x: Tensor) -> Any:
+def fork_rng(s: Model, x: Tensor) -> Any:
     with torch.random.fork_rng():
         apart = torch.rand(3)
     return x + apart, torch.rand(3)
@@ -386,51 +354,51 @@ def gives_a_result_other_memory(s: Model, x: Tensor) -> Tensor:
     return y + 1
 
 
-SPLIT: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
+SPLIT: Mapping[str, tuple[Callable[[], Case], str]] = {
     "control flow that depends on data": (
-        lambda: (Model(lambda s, x: x + 1 if x.sum() > 0 else x - 1), t(3), {}),
+        lambda: case(Model(lambda s, x: x + 1 if x.sum() > 0 else x - 1), t(3)),
         "Data-dependent branching",
     ),
-    "averages over all batches": (lambda: (nn.BatchNorm1d(4, momentum=None), t(5, 4), {}), "data-dependent"),
-    "sparse inside": (lambda: (Model(lambda s, x: x.to_sparse().sum().sin()), t(3, 3), {}), "sparse"),
-    "an input that is resized": (lambda: (Model(shrinks), t(3), {}), ""),
-    "an input that is transposed in place": (lambda: (Model(lambda s, x: x.t_()), t(3, 4), {}), ""),
-    "NumPy": (lambda: (Model(lambda s, x: torch.from_numpy(x.numpy() + 1)), t(3), {}), "numpy"),
-    "random numbers of Python": (lambda: (Model(lambda s, x: x * random.random()), t(3), {}), ""),
-    "random numbers whose generator is put back": (lambda: (Model(draws_apart), t(3), {}), ""),
-    "a generator of its own": (lambda: (WithGenerator(), t(3), {}), ""),  # each version of torch says it otherwise
-    "an exception": (lambda: (Model(raises_a_lookup_error), t(3), {}), "exception"),
+    "averages over all batches": (lambda: case(nn.BatchNorm1d(4, momentum=None), t(5, 4)), "data-dependent"),
+    "sparse inside": (lambda: case(Model(lambda s, x: x.to_sparse().sum().sin()), t(3, 3)), "sparse"),
+    "an input that is resized": (lambda: case(Model(shrinks), t(3)), ""),
+    "an input that is transposed in place": (lambda: case(Model(lambda s, x: x.t_()), t(3, 4)), ""),
+    "NumPy": (lambda: case(Model(lambda s, x: torch.from_numpy(x.numpy() + 1)), t(3)), "numpy"),
+    "random numbers of Python": (lambda: case(Model(lambda s, x: x * random.random()), t(3)), ""),
+    "random numbers whose generator is put back": (lambda: case(Model(fork_rng), t(3)), ""),
+    "a generator of its own": (lambda: case(WithGenerator(), t(3)), ""),  # each version of torch says it otherwise
+    "an exception": (lambda: case(Model(raises_a_lookup_error), t(3)), "exception"),
     "an exception that depends on data": (
-        lambda: (Model(raises_at_positive_sums), t(3), {}),
+        lambda: case(Model(raises_at_positive_sums), t(3)),
         "Data-dependent branching",
     ),
     "an exception after a graph break": (
-        lambda: (Model(writes_breaks_and_raises), t(2, 3).abs(), {}),
+        lambda: case(Model(writes_breaks_and_raises), t(2, 3).abs()),
         "",
     ),
-    "a result that is given other memory": (lambda: (Model(gives_a_result_other_memory), t(3), {}), "data"),
+    "a result that is given other memory": (lambda: case(Model(gives_a_result_other_memory), t(3)), "data"),
 }
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_what_is_split(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_graph_breaks_or_errors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, reason = SPLIT[name]
-    model, *args, kwargs = make()
+    model, args, kwargs = make()
     np.random.seed(3)
-    fast = check_same(model, (args, kwargs), CONFIGURATIONS["scattered"](monkeypatch))
+    fast = check_same(model, (list(args), kwargs), CONFIGURATIONS["scattered"](monkeypatch))
     refused = [report for report in fast.reports if report.refusals]
     assert refused
     assert {report.mode for report in refused} <= {"graph breaks", "plain"}
     assert all(reason in refusal.reason for report in refused for refusal in report.refusals[:1])
 
 
-def draws_with_numpy(s: Model, x: Tensor) -> Tensor:
+def random_numbers_of_numpy(s: Model, x: Tensor) -> Tensor:
     return x + torch.from_numpy(np.random.rand(4).astype("float32"))
 
 
 @torch.no_grad()
-def test_numpy_draws_its_own_numbers() -> None:
-    model, x = Model(draws_with_numpy), t(3, 4)
+def test_random_numbers_of_numpy_are_those_of_eager_calls() -> None:
+    model, x = Model(random_numbers_of_numpy), t(3, 4)
     fast = autostream.optimize(model)
     for _ in range(3):
         np.random.seed(0)
@@ -441,7 +409,7 @@ def test_numpy_draws_its_own_numbers() -> None:
 
 
 class WithDice(nn.Module):
-    """Draws from a generator of its own, of Python's or of NumPy's."""
+    """Uses a generator of its own, Python's or NumPy's."""
 
     def __init__(self, dice: Any) -> None:
         super().__init__()
@@ -453,7 +421,7 @@ class WithDice(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize("make", [random.Random, np.random.default_rng])
-def test_generators_of_a_models_own_draw_in_every_call(make: Callable[[int], Any]) -> None:
+def test_generators_that_are_attributes_are_used_in_every_call(make: Callable[[int], Any]) -> None:
     model, x = WithDice(make(0)), t(3)
     fast = autostream.optimize(WithDice(make(0)))
     fast.prepare(x)
@@ -462,44 +430,27 @@ def test_generators_of_a_models_own_draw_in_every_call(make: Callable[[int], Any
 
 
 @torch.no_grad()
-def test_what_numpy_computes_stays_numpys() -> None:
-    """Not an array where there was a scalar."""
+def test_scalars_of_numpy_stay_scalars() -> None:
     model = Model(lambda s, x: (x + 1, x.numpy().mean()))
     fast = autostream.optimize(model)
     assert type(fast(t(3))[1]) is type(model(t(3))[1]) is np.float32
 
 
-def test_pieces_are_scheduled_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In front of the break there are three independent ops, behind it two."""
-
-    def breaks(s: Model, x: Tensor) -> Tensor:
-        y = x.sin() + x.cos() * x.exp()
-        if y.sum() > 1e9:
-            return y
-        return y.sin() * y.cos()
-
-    options = force_streams(monkeypatch)
-    fast = check_same(Model(breaks), ([t(3)], {}), options, [torch.no_grad] * 2)
-    (report,) = fast.reports
-    assert report.mode == "graph breaks"
-    assert [part.mode for part in report.parts] == ["threads", "threads"]
-
-
-def test_both_sides_of_an_item_are_scheduled_and_say_where_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two branches in front of it and two behind, which the number decides on.
+def test_graphs_before_and_after_an_item_are_scheduled_and_say_why_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two branches before it, and two after it, whose sign depends on the number.
 
     sin ─┐                 ┌─ sin ─┐
          ├─ add ── item ───┤       ├─ mul
     cos ─┘                 └─ cos ─┘
     """
 
-    def asks(s: Model, x: Tensor) -> Tensor:
+    def sign_of_sum(s: Model, x: Tensor) -> Tensor:
         y = x.sin() + x.cos()
         sign = 1 if y.sum().item() < 1e9 else -1
         return sign * y.sin() * y.cos()
 
     options = force_streams(monkeypatch)
-    fast = check_same(Model(asks), ([t(3)], {}), options, [torch.no_grad] * 2)
+    fast = check_same(Model(sign_of_sum), ([t(3)], {}), options, [torch.no_grad] * 2)
     (report,) = fast.reports
     first, last = report.parts
     assert [part.mode for part in report.parts] == ["threads", "threads"]
@@ -534,23 +485,23 @@ def makes_doubles(s: Model, x: Tensor) -> Tensor:
     return x + ones
 
 
-PLAIN: Mapping[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
-    "a number alone": (lambda: (Model(lambda s: 3), {}), "computes nothing"),
-    "a sparse tensor": (lambda: (Model(lambda s, x: (x * 2).to_dense()), t(3, 3).to_sparse(), {}), "torch.sparse_coo"),
-    "a meta tensor": (lambda: (Model(lambda s, x: (x * 2).shape), t(3).to("meta"), {}), "is on meta"),
-    "an input that is said to require gradients": (lambda: (Model(requires_an_input), t(3), {}), "requires_grad_"),
-    "a result that is said to": (lambda: (Model(lambda s, x: x.clone().requires_grad_()), t(3), {}), "requires_grad_"),
-    "a result of what is said to": (lambda: (Model(returns_what_requires), t(3), {}), "requires_grad"),
-    "another default dtype": (lambda: (Model(makes_doubles), t(3), {}), "default_dtype"),
-    "lazy parameters": (lambda: (nn.LazyLinear(3), t(3), {}), "first call"),
+EAGER: Mapping[str, tuple[Callable[[], Case], str]] = {
+    "a number alone": (lambda: case(Model(lambda s: 3)), "computes nothing"),
+    "a sparse tensor": (lambda: case(Model(lambda s, x: (x * 2).to_dense()), t(3, 3).to_sparse()), "torch.sparse_coo"),
+    "a meta tensor": (lambda: case(Model(lambda s, x: (x * 2).shape), t(3).to("meta")), "is on meta"),
+    "an input that is said to require gradients": (lambda: case(Model(requires_an_input), t(3)), "requires_grad_"),
+    "a result that is said to": (lambda: case(Model(lambda s, x: x.clone().requires_grad_()), t(3)), "requires_grad_"),
+    "a result of what is said to": (lambda: case(Model(returns_what_requires), t(3)), "requires_grad"),
+    "another default dtype": (lambda: case(Model(makes_doubles), t(3)), "default_dtype"),
+    "lazy parameters": (lambda: case(nn.LazyLinear(3), t(3)), "first call"),
 }
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_what_runs_plainly(name: str) -> None:
-    make, reason = PLAIN[name]
-    model, *args, kwargs = make()
-    fast = check_same(model, (args, kwargs), {}, (*GRAD_MODES, torch.enable_grad))
+@pytest.mark.parametrize("name", EAGER)
+def test_a_model_that_runs_eagerly(name: str) -> None:
+    make, reason = EAGER[name]
+    model, args, kwargs = make()
+    fast = check_same(model, (list(args), kwargs), {}, (*GRAD_MODES, torch.enable_grad))
     assert any(reason in refusal.reason for report in fast.reports for refusal in report.refusals)
     assert any(report.mode in ("plain", "graph breaks") for report in fast.reports)
     assert torch.get_default_dtype() is torch.float32
@@ -558,7 +509,7 @@ def test_what_runs_plainly(name: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("lazy", [torch.conj, torch._neg_view])
-def test_tensors_that_are_conjugated_or_negated_lazily_run_plainly(lazy: Callable[[Tensor], Tensor]) -> None:
+def test_lazily_conjugated_or_negated_inputs_run_eagerly(lazy: Callable[[Tensor], Tensor]) -> None:
     x = lazy(torch.view_as_complex(t(4, 2)))
     model = Model(lambda s, x: (x * 2, x))
     fast = autostream.optimize(model)
@@ -568,8 +519,8 @@ def test_tensors_that_are_conjugated_or_negated_lazily_run_plainly(lazy: Callabl
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("wrap", [nn.Sequential, torch.jit.script, torch.jit.freeze])
-def test_torchscript_runs_plainly(wrap: Callable[[Any], nn.Module]) -> None:
-    """``torch.compile`` refuses it, it cannot be called with copies of its tensors, and what is frozen has no mode."""
+def test_torchscript_runs_eagerly(wrap: Callable[[Any], nn.Module]) -> None:
+    """``torch.compile`` refuses TorchScript, and a frozen module has no mode."""
     model = wrap(torch.jit.script(nn.Linear(3, 3).eval()))
     with torch.no_grad():
         fast = autostream.optimize(model, t(3))

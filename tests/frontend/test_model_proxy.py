@@ -94,6 +94,7 @@ def test_copies_are_plain_models(make: Any, copied: Any) -> None:
     other = copied(original)
     assert type(other) is Net
     assert other is not original
+    assert other is not model
     assert torch.equal(other(X), plain(X))
     assert (other[0].weight is original[0].weight) == (copied is copy.copy)
     if original is not proxy:
