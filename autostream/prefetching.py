@@ -26,7 +26,7 @@ from autostream.api import OptimizedModule
 from autostream.errors import OptionError, TargetError, shown
 from autostream.frontend.tree import map_tensors
 from autostream.runtime.input_buffers import BufferTable, InputBuffers, Memory, new_memory
-from autostream.runtime.transfer import Transfer, home_of
+from autostream.runtime.transfer import Transfer, allocation_stream
 from autostream.training import TrainStep
 
 log = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ class _Waiting:
     """A batch for which there was too little memory: it is copied when it is asked for."""
 
     def __init__(self, batch: Any, target: _Target) -> None:
-        self._batch, self._target, self._home = batch, target, home_of(target.device)
+        self._batch, self._target, self._home = batch, target, allocation_stream(target.device)
 
     def take(self) -> Any:
         """The batch on the device.

@@ -117,7 +117,7 @@ def enqueue(lowered: fx.GraphModule) -> Queues:
             that share a storage exactly where the real ones do.
     """
     lanes: dict[int, list[Step]] = defaultdict(list)
-    home: dict[str, int] = {}
+    allocated_on: dict[str, int] = {}
     frees, unused = _frees(lowered.graph), _unused_views(lowered.graph)
     current = 0
     for node in lowered.graph.nodes:
@@ -133,9 +133,9 @@ def enqueue(lowered: fx.GraphModule) -> Queues:
             lanes[0].append(Compute(node.name, tuple, _reader((node.args, {}))))
         elif node.op == "call_function" and node.target not in (streams.fork, streams.release):
             lanes[current].append(Compute(node.name, node.target, _reader((node.args, node.kwargs))))
-        home[node.name] = current
+        allocated_on[node.name] = current
         for free in frees.get(node.name, ()):
-            lanes[home[free.holders[0]]].append(free)
+            lanes[allocated_on[free.holders[0]]].append(free)
     return Queues(
         inputs=tuple(node.name for node in lowered.graph.find_nodes(op="placeholder")),
         constants={n.name: operator.attrgetter(n.target)(lowered) for n in lowered.graph.find_nodes(op="get_attr")},

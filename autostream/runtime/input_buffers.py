@@ -22,7 +22,7 @@ Memory = Callable[[Sequence[Tensor], torch.device, torch.cuda.Stream], list[Tens
 """Allocates tensors like those in the host's memory, on a device, for one of its streams."""
 
 
-def new_memory(likes: Sequence[Tensor], device: torch.device, home: torch.cuda.Stream) -> list[Tensor]:
+def new_memory(likes: Sequence[Tensor], device: torch.device, stream: torch.cuda.Stream) -> list[Tensor]:
     """Tensors in newly allocated memory of the current stream."""
     return [torch.empty_like(like, device=device) for like in likes]
 
@@ -33,7 +33,7 @@ class InputBuffer:
     Args:
         likes: tensors like those of the batch.
         device: of the memory.
-        home: the stream that it serves, which is current.
+        stream: the stream that it serves, which is current.
 
     Attributes:
         kind: of the tensors and the stream.
@@ -49,9 +49,9 @@ class InputBuffer:
         True
     """
 
-    def __init__(self, likes: Sequence[Tensor], device: torch.device, home: torch.cuda.Stream) -> None:
-        self.kind = _kind(likes, home)
-        self._memory = new_memory(likes, device, home)
+    def __init__(self, likes: Sequence[Tensor], device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.kind = _kind(likes, stream)
+        self._memory = new_memory(likes, device, stream)
         self._handed_out: list[ref[Tensor]] = []
         self.addresses = [tensor.data_ptr() for tensor in self._memory if tensor.numel()]
 
@@ -106,31 +106,31 @@ class InputBuffers:
         self._buffers: list[InputBuffer] = []
         self._lock = threading.Lock()
 
-    def memory(self, likes: Sequence[Tensor], device: torch.device, home: torch.cuda.Stream) -> list[Tensor]:
+    def memory(self, likes: Sequence[Tensor], device: torch.device, stream: torch.cuda.Stream) -> list[Tensor]:
         """Tensors like these on a device, for one of its streams, which is current; in a buffer if one is free.
 
         Raises:
             torch.OutOfMemoryError: there is too little memory for them.
         """
         with self._lock:
-            buffer = self._free_buffer(likes, device, home)
-            return new_memory(likes, device, home) if buffer is None else buffer.hand_out()
+            buffer = self._free_buffer(likes, device, stream)
+            return new_memory(likes, device, stream) if buffer is None else buffer.hand_out()
 
     def _free_buffer(
-        self, likes: Sequence[Tensor], device: torch.device, home: torch.cuda.Stream
+        self, likes: Sequence[Tensor], device: torch.device, stream: torch.cuda.Stream
     ) -> InputBuffer | None:
-        if self._buffers and self._buffers[0].kind != _kind(likes, home):
+        if self._buffers and self._buffers[0].kind != _kind(likes, stream):
             return None
         free = next((buffer for buffer in self._buffers if buffer.is_free), None)
         if free is None and len(self._buffers) < self._count:
-            free = InputBuffer(likes, device, home)
+            free = InputBuffer(likes, device, stream)
             self._buffers.append(free)
             self._table.update(dict.fromkeys(free.addresses, free))
         return free
 
 
-def _kind(likes: Sequence[Tensor], home: torch.cuda.Stream) -> tuple[object, ...]:
-    return home, *((like.shape, like.stride(), like.dtype) for like in likes)
+def _kind(likes: Sequence[Tensor], stream: torch.cuda.Stream) -> tuple[object, ...]:
+    return stream, *((like.shape, like.stride(), like.dtype) for like in likes)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -96,9 +96,11 @@ def _write_streams(writer: _Writer, graph: OpGraph, schedule: Schedule) -> None:
 def _write_closing_fence(writer: _Writer, graph: OpGraph, schedule: Schedule) -> None:
     """Release all remaining storages, after the streams that allocated them have waited for all work."""
     unreleased, unscheduled = _unreleased(graph, schedule), writer.unscheduled()
-    home = {storage: launch.stream for launch in schedule.launches for storage in graph.ops[launch.op].allocates}
+    allocated_on = {
+        storage: launch.stream for launch in schedule.launches for storage in graph.ops[launch.op].allocates
+    }
     # The prelude allocates on the caller's stream, which has just joined the others.
-    if sides := sorted({home.get(storage, 0) for storage in (*unreleased, *unscheduled)} - {0}):
+    if sides := sorted({allocated_on.get(storage, 0) for storage in (*unreleased, *unscheduled)} - {0}):
         writer.record(JOIN, "joined")
     for side in sides:
         writer.wait("the closing fence", [JOIN], side)

@@ -235,7 +235,7 @@ def match(schedule: Schedule, launched: Mapping[str, Sequence[Key]], kernels: Se
         Unmatched: no op that is next launches a kernel that ran, or an expected kernel did not run.
 
     Example:
-        >>> beside = Schedule("drawn", 2, (Launch("a", 0), Launch("b", 1, waits=("a",)), Launch("c", 0)))
+        >>> beside = Schedule("by hand", 2, (Launch("a", 0), Launch("b", 1, waits=("a",)), Launch("c", 0)))
         >>> launched = {"a": [("relu",)], "b": [("add",)], "c": [("mul",)]}
         >>> ran = [Kernel(("relu",), 7, 5.0, 6.0), Kernel(("mul",), 7, 7.0, 9.0), Kernel(("add",), 9, 8.0, 9.5)]
         >>> [(slice.op, slice.start_us, slice.end_us) for slice in match(beside, launched, ran).slices]

@@ -29,7 +29,7 @@ class Transfer:
         tensors: those in the host's memory are copied: to pinned memory at once, unless they are pinned, and from there
             asynchronously. Those on the device are not copied, unless they are taken on another stream.
         device: a CUDA device with its index.
-        home: the stream that tensors on the device were made on, and that memory is allocated on; by default the
+        consumer: the stream that tensors on the device were made on, and that memory is allocated on; by default the
             current one.
         memory: allocates the destinations.
 
@@ -44,14 +44,14 @@ class Transfer:
         self,
         tensors: Sequence[Tensor],
         device: torch.device,
-        home: torch.cuda.Stream | None = None,
+        consumer: torch.cuda.Stream | None = None,
         memory: Memory = new_memory,
     ) -> None:
-        self._home = home or home_of(device)
+        self._consumer = consumer or allocation_stream(device)
         plain = list(map(_is_plain, tensors))
-        with nullcontext() if home is None else torch.cuda.stream(home), _ordinary_tensors():
+        with nullcontext() if consumer is None else torch.cuda.stream(consumer), _ordinary_tensors():
             sources = [_pinned(tensor) for tensor in compress(tensors, plain)]
-            targets = memory(sources, device, self._home)
+            targets = memory(sources, device, self._consumer)
             remaining = iter(targets)
             self._tensors = [
                 next(remaining) if is_plain else tensor.to(device)
@@ -60,10 +60,10 @@ class Transfer:
             self._start(targets, sources)
 
     def _start(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        stream, event = copy_stream(self._home.device_index), torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._home)
+        stream, event = copy_stream(self._consumer.device_index), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._consumer)
         event.wait(stream)
-        with on(stream, self._home):
+        with on(stream, self._consumer):
             try:
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source, non_blocking=True)
@@ -74,15 +74,15 @@ class Transfer:
     def take(self) -> list[Tensor]:
         """All tensors on the device, for later work on its current stream. Can be called once."""
         assert self._arrived is not None, "tensors are taken once"
-        tensors, home = self._tensors, self._home
-        if raw_stream(home.device_index) == home.cuda_stream:
-            self._arrived.wait(home)
+        tensors, consumer = self._tensors, self._consumer
+        if raw_stream(consumer.device_index) == consumer.cuda_stream:
+            self._arrived.wait(consumer)
         else:
             # Their memory would be reused on the other stream, which does not wait for the work that reads it here.
-            stream = torch.cuda.current_stream(home.device_index)
+            stream = torch.cuda.current_stream(consumer.device_index)
             self._arrived.wait(stream)
             tensors = list(map(Tensor.clone, tensors))
-            home.wait_stream(stream)
+            consumer.wait_stream(stream)
         self._arrived, self._tensors = None, []
         return tensors
 
@@ -90,10 +90,10 @@ class Transfer:
         """Make the stream that reuses the memory of tensors that were not taken wait for the copies."""
         if self._arrived is not None:
             with suppress(RuntimeError):  # CUDA may have shut down before Python
-                self._arrived.wait(self._home)
+                self._arrived.wait(self._consumer)
 
 
-def home_of(device: torch.device) -> torch.cuda.Stream:
+def allocation_stream(device: torch.device) -> torch.cuda.Stream:
     """The current stream of a device, which tensors are allocated on."""
     return torch.cuda.current_stream(device.index)  # by index it takes a third of the time
 
