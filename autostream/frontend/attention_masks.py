@@ -1,8 +1,8 @@
-"""Attention under a mask that the graph computes from constants: without the mask, where that is the same.
+"""Removes constant attention masks from captured graphs, where no mask or ``is_causal=True`` gives the same.
 
-Models compute a mask for each call and leave it out where it masks nothing, or where ``is_causal=True`` says the same.
-Under a tracer some cannot: transformers looks at the mask's values to decide, so a captured graph has the mask in it,
-and attention gets a slower kernel than in eager code. Where the mask depends on no input, its value is known here.
+In eager code, models such as transformers' leave out a mask whose values keep everything or are causal. A tracer does
+not know these values, so a captured graph has the mask, and attention gets a slower kernel than in eager code. Here the
+value of a mask that depends on no input is computed, once for each graph.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _DETERMINISTIC = frozenset({
 
 
 def simplify_masks(module: fx.GraphModule) -> None:
-    """Take masks out of attention, in place, where they keep everything, or exactly what ``is_causal`` keeps.
+    """Remove masks from attention in a graph, in place, where they keep everything, or what ``is_causal`` keeps.
 
-    What computes a mask that nothing else uses is erased.
+    Ops that compute only such a mask are removed too.
 
     Args:
         module: a graph of torch ops, as Dynamo captures it.

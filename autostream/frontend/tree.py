@@ -155,9 +155,9 @@ def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, UserDict):  # such as the batches of tokenizers
-        mapped = copy.copy(value)
-        mapped.data = _map_tensors(function, value.data)
-        return mapped
+        copied = copy.copy(value)
+        copied.data = _map_tensors(function, value.data)
+        return copied
     opened = _open(value)
     if opened is None:
         return _map_other(function, value)
