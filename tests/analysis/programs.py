@@ -1,4 +1,4 @@
-"""Programs to analyse: exported from small modules, or taped by hand on fake tensors; and ways to run them."""
+"""Programs to analyse: exported from small modules, or recorded by hand on fake tensors; and ways to run them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Tape:
         return self._placeholder(fake, role, "")
 
     def input_like(self, other: fx.Node) -> fx.Node:
-        """A placeholder that shares memory with another, which its fake value does not tell."""
+        """A placeholder that aliases another one, although its fake value does not."""
         with self._mode:
             fake = torch.empty_like(self._live[other])
         owner = next(p.storage for p in self.placeholders if p.name == other.name)
@@ -110,14 +110,14 @@ class Tape:
         return node
 
     def number(self, target: Callable[..., Any], *args: Any, value: float = 1.5) -> fx.Node:
-        """Record a call that yields a number, which fake tensors do not know."""
+        """Record a call that returns a number, which fake tensors do not compute."""
         node = self.graph.call_function(target, args)
         self._live[node] = value
         self._describe(node)
         return node
 
     def same_tensor(self, left: fx.Node, right: fx.Node) -> bool:
-        """Whether two nodes stand for one tensor, as after an in-place call, not only for the same memory."""
+        """Whether the values of two nodes are the same tensor object, as after an in-place call."""
         return self._live[left] is self._live[right]
 
     def case(self, outputs: Iterable[fx.Node]) -> Case:
@@ -137,7 +137,7 @@ class Tape:
         return node
 
     def _describe(self, node: fx.Node) -> None:
-        # In-place views such as t_ change a live fake tensor: what is written down is how it was.
+        # In-place views such as t_ change a live fake tensor, so its present state is recorded.
         with self._mode:
             node.meta["val"] = tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, self._live[node])
 
@@ -152,7 +152,7 @@ class Tape:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind: every node's value, the results and the arguments."""
+    """The results of a run: every node's value, the outputs, and the arguments after it."""
 
     values: dict[str, Any]
     outputs: tuple[Any, ...]
@@ -172,7 +172,7 @@ def run(case: Case, order: Sequence[str] | None = None) -> Run:
 
 
 def topological_order(graph: OpGraph, seed: int | None) -> list[str]:
-    """Nodes in an order that a graph allows: a random one, or the one that is most unlike program order."""
+    """Nodes in an order that a graph allows: a random one, or without a seed the one most unlike program order."""
     choose = random.Random(seed)
     waiting = {op: set(graph.digraph.predecessors(op)) for op in graph.ops}
     order = list(graph.prelude)
@@ -187,7 +187,7 @@ def topological_order(graph: OpGraph, seed: int | None) -> list[str]:
 
 
 def same(left: Iterable[Any], right: Iterable[Any]) -> bool:
-    """Whether two lists of results are bitwise alike, NaNs included."""
+    """Whether two lists of results are bitwise the same, NaNs included."""
     pairs = zip(tree_leaves(tuple(left)), tree_leaves(tuple(right)), strict=True)
     return all(torch.equal(_bits(a), _bits(b)) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
@@ -205,7 +205,7 @@ def _execute(module: fx.GraphModule, node: fx.Node, values: dict[str, Any]) -> A
 
 
 def _copies(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Copies that share memory where the originals do."""
+    """Copies that alias each other as the originals do."""
     storages: dict[int, torch.UntypedStorage] = {}
     copies = []
     for tensor in tensors:

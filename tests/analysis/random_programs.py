@@ -16,7 +16,7 @@ Move = Callable[["Player", fx.Node], None]
 
 
 class Player:
-    """Draws moves and keeps the tensors that they may use."""
+    """Draws random moves, and keeps a pool of tensors for them."""
 
     def __init__(self, draw: st.DrawFn) -> None:
         self.draw, self.tape = draw, Tape()
@@ -65,7 +65,7 @@ def _view(play: Player, x: fx.Node) -> None:
     play.keep(target, x, *args)  # type: ignore[arg-type]
 
 
-def _perhaps_view(play: Player, x: fx.Node) -> None:
+def _may_copy(play: Player, x: fx.Node) -> None:
     moves = [(aten.reshape.default, [-1]), (aten.contiguous.default,), (aten.flatten.using_ints,)]
     target, *args = play.draw(st.sampled_from(moves))
     play.keep(target, x, *args)
@@ -112,8 +112,8 @@ def _write(play: Player, x: fx.Node) -> None:
         play.tape.call(aten._foreach_mul_.Scalar, [x], play.number())
 
 
-def _turn(play: Player, x: fx.Node) -> None:
-    """Changes how a tensor looks at its memory, for all later nodes that use it."""
+def _transpose_in_place(play: Player, x: fx.Node) -> None:
+    """Transposes a tensor in place, for all later nodes that use it."""
     if x.meta["val"].dim() == 2 and x.op != "placeholder":
         play.pool = [other for other in play.pool if not play.tape.same_tensor(x, other)]
         play.keep(aten.t_.default, x)
@@ -149,7 +149,7 @@ def _through_a_size(play: Player, x: fx.Node) -> None:
 
 
 def _fill_parts(play: Player, x: fx.Node) -> None:
-    """Memory that is filled part by part: by rows or columns, with what may depend on other parts."""
+    """Fills memory part by part, by rows or columns, with values that may depend on other parts."""
     dim = play.draw(st.integers(0, 1))
     maker = play.draw(st.sampled_from([aten.zeros.default, aten.empty.memory_format]))
     whole = play.tape.call(maker, [4, 4])
@@ -166,7 +166,7 @@ def _fill_parts(play: Player, x: fx.Node) -> None:
 MOVES: list[Move] = [
     _view,
     _view,
-    _perhaps_view,
+    _may_copy,
     _views_of_two,
     _split,
     _sort,
@@ -177,7 +177,7 @@ MOVES: list[Move] = [
     _write,
     _fill_parts,
     _fill_parts,
-    _turn,
+    _transpose_in_place,
     _normalize,
     _randomize,
     _through_a_number,

@@ -1,4 +1,4 @@
-"""Refusals, on fake tensors of a device that need not exist."""
+"""Reasons why calls cannot be captured, on fake tensors of a device that need not exist."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from autostream.analysis.capturability import (
     dependence_of,
 )
 from autostream.analysis.effects import effects_of
-from tests.analysis.programs import Tape, aten
+from tests.analysis.programs import aten
 from tests.runtime.programs import case_of
+
+CPU, CUDA, OTHER = torch.device("cpu"), torch.device("cuda"), torch.device("cuda:1")
 
 
 def fake(*shape: int, device: str = "cuda:0", dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -31,14 +33,20 @@ def fake(*shape: int, device: str = "cuda:0", dtype: torch.dtype = torch.float32
         return torch.empty(shape, device=device, dtype=dtype)
 
 
+X, SQUARE, NUMBER_ON_DEVICE = fake(2), fake(2, 2), fake()
+INDICES, MASK, BYTE_MASK = (fake(2, dtype=dtype) for dtype in (torch.int64, torch.bool, torch.uint8))
+HOST, HOST_INDICES, HOST_NUMBER = fake(2, device="cpu"), fake(2, device="cpu", dtype=torch.int64), fake(device="cpu")
+PEER = fake(2, device="cuda:1")
+
+
 def refusal(target: Callable[..., object], result: object, *args: object, **kwargs: object) -> str:
-    """Why a call with these arguments, tensors among them, is refused."""
+    """Why a call with these arguments cannot be captured."""
     graph = fx.Graph()
 
     def node(argument: object) -> object:
         if isinstance(argument, torch.Tensor):
             placeholder = graph.placeholder("x")
-            placeholder.meta["val"] = argument
+            placeholder.meta["val"] = argument.clone()  # another storage than the result
             return placeholder
         return [node(item) for item in argument] if isinstance(argument, list) else argument
 
@@ -50,110 +58,88 @@ def refusal(target: Callable[..., object], result: object, *args: object, **kwar
 @pytest.mark.parametrize(
     ("target", "result", "args"),
     [
-        (aten.item.default, 1.0, [fake()]),
-        (aten._local_scalar_dense.default, 1.0, [fake()]),
-        (aten.is_nonzero.default, True, [fake()]),
-        (aten.equal.default, True, [fake(2), fake(2)]),
-        (aten.nonzero.default, fake(2, 1), [fake(2)]),
-        (aten.masked_select.default, fake(2), [fake(2), fake(2, dtype=torch.bool)]),
-        (aten._unique2.default, (fake(2), fake(2), fake(2)), [fake(2)]),
-        (aten.unique_dim.default, (fake(2), fake(2), fake(2)), [fake(2), 0]),
-        (aten.bincount.default, fake(2), [fake(2, dtype=torch.int64)]),
-        (aten.linalg_inv.default, fake(2, 2), [fake(2, 2)]),
-        (aten.linalg_cholesky.default, fake(2, 2), [fake(2, 2)]),
-        (aten.linalg_solve.default, fake(2, 2), [fake(2, 2), fake(2, 2)]),
-        (aten.linalg_eigh.default, (fake(2), fake(2, 2)), [fake(2, 2)]),
-        (aten.linalg_svd.default, (fake(2, 2), fake(2), fake(2, 2)), [fake(2, 2)]),
-        (aten.one_hot.default, fake(2, 3), [fake(2, dtype=torch.int64)]),
-        (aten.repeat_interleave.Tensor, fake(2), [fake(2, dtype=torch.int64)]),
-        (aten.repeat_interleave.self_Tensor, fake(2), [fake(2), fake(2, dtype=torch.int64)]),
-        (aten.index.Tensor, fake(2), [fake(2), [fake(2, dtype=torch.bool)]]),
-        (aten.index_put_.default, fake(2), [fake(2), [fake(2, dtype=torch.uint8)], fake(1)]),
-        (aten.masked_fill.Tensor, fake(2), [fake(2), fake(2, dtype=torch.bool), fake()]),
-        (aten.linalg_matrix_norm.str_ord, fake(), [fake(2, 2), "nuc"]),
-        (aten.where.default, [fake(2)], [fake(2, dtype=torch.bool)]),
+        (aten.item.default, 1.0, [NUMBER_ON_DEVICE]),
+        (aten.equal.default, True, [X, X]),
+        (aten.nonzero.default, fake(2, 1), [X]),
+        (aten.masked_select.default, X, [X, MASK]),
+        (aten._unique2.default, (X, X, X), [X]),
+        (aten.bincount.default, X, [INDICES]),
+        (aten.linalg_inv.default, SQUARE, [SQUARE]),
+        (aten.linalg_solve.default, SQUARE, [SQUARE, SQUARE]),
+        (aten.linalg_svd.default, (SQUARE, X, SQUARE), [SQUARE]),
+        (aten.one_hot.default, fake(2, 3), [INDICES]),
+        (aten.repeat_interleave.Tensor, X, [INDICES]),
+        (aten.repeat_interleave.self_Tensor, X, [X, INDICES]),
+        (aten.index.Tensor, X, [X, [MASK]]),
+        (aten.index_put_.default, X, [X, [BYTE_MASK], fake(1)]),
+        (aten.masked_fill.Tensor, X, [X, MASK, NUMBER_ON_DEVICE]),
+        (aten.linalg_matrix_norm.str_ord, NUMBER_ON_DEVICE, [SQUARE, "nuc"]),
+        (aten.where.default, [X], [MASK]),
     ],
     ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else "",
 )
-def test_calls_that_wait_for_the_device(target: torch._ops.OpOverload, result: object, args: list[object]) -> None:
+def test_calls_that_synchronize(target: torch._ops.OpOverload, result: object, args: list[object]) -> None:
     assert refusal(target, result, *args) == WAITS
 
 
 @pytest.mark.parametrize(
     ("target", "result", "args", "kwargs"),
     [
-        (aten.index.Tensor, fake(2), [fake(2), [fake(2, dtype=torch.int64)]], {}),
-        (aten.index_put_.default, fake(2), [fake(2), [fake(2, dtype=torch.int64)], fake(2)], {}),
-        (aten.repeat_interleave.Tensor, fake(2), [fake(2, dtype=torch.int64)], {"output_size": 4}),
-        (aten.repeat_interleave.self_int, fake(4), [fake(2), 2], {}),
-        (aten.one_hot.default, fake(2, 3), [fake(2, dtype=torch.int64), 3], {}),
-        (aten.masked_fill.Scalar, fake(2), [fake(2), fake(2, dtype=torch.bool), 0.0], {}),
-        (aten.linalg_matrix_norm.str_ord, fake(), [fake(2, 2), "fro"], {}),
-        (aten.where.self, fake(2), [fake(2, dtype=torch.bool), fake(2), fake(2)], {}),
-        (aten.mm.default, fake(2, 2), [fake(2, 2), fake(2, 2)], {}),
+        (aten.index.Tensor, X, [X, [INDICES]], {}),
+        (aten.index_put_.default, X, [X, [INDICES], X], {}),
+        (aten.repeat_interleave.Tensor, X, [INDICES], {"output_size": 4}),
+        (aten.repeat_interleave.self_int, fake(4), [X, 2], {}),
+        (aten.one_hot.default, fake(2, 3), [INDICES, 3], {}),
+        (aten.masked_fill.Scalar, X, [X, MASK, 0.0], {}),
+        (aten.linalg_matrix_norm.str_ord, NUMBER_ON_DEVICE, [SQUARE, "fro"], {}),
+        (aten.where.self, X, [MASK, X, X], {}),
         (aten.linspace.default, fake(3), [0, 1, 3], {"device": "cuda"}),
-        (aten.dropout.default, fake(2), [fake(2), 0.5, True], {}),
     ],
     ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else "",
 )
-def test_their_kin_that_do_not(
+def test_similar_calls_that_do_not(
     target: torch._ops.OpOverload, result: object, args: list[object], kwargs: dict[str, object]
 ) -> None:
     assert refusal(target, result, *args, **kwargs) == ""
 
 
-class TestCopies:
-    def test_to_the_host(self) -> None:
-        on_host = fake(2, device="cpu")
-        assert refusal(aten.to.device, on_host, fake(2), torch.device("cpu"), torch.float32) == WAITS
-        assert refusal(aten.copy_.default, on_host, on_host, fake(2)) == WAITS
-
-    def test_to_the_host_without_waiting(self) -> None:
-        call = refusal(aten.to.device, fake(2, device="cpu"), fake(2), torch.device("cpu"), torch.float32, True)
-        assert call == TO_HOST, "the host would read what no event has made it wait for"
-
-    def test_from_the_host(self) -> None:
-        on_host = fake(2, device="cpu")
-        assert refusal(aten.to.device, fake(2), on_host, torch.device("cuda"), torch.float32) == FROM_HOST
-        assert refusal(aten.index.Tensor, fake(2), fake(4), [fake(2, device="cpu", dtype=torch.int64)]) == FROM_HOST
-
-    def test_a_number_from_the_host(self) -> None:
-        """A kernel takes it by value, so whether it may change decides (see TestLiterals); only a copy copies it."""
-        number = fake(device="cpu")
-        assert refusal(aten.mul.Tensor, fake(2), fake(2), number) == ""
-        assert refusal(aten.to.device, fake(), number, torch.device("cuda"), torch.float32) == FROM_HOST
-        assert refusal(aten.where.self, fake(2), fake(2, dtype=torch.bool), fake(2), number) == FROM_HOST
-
-    def test_a_number_from_the_host_that_fills(self) -> None:
-        mask, rows, number = fake(2, dtype=torch.bool), fake(2, dtype=torch.int64), fake(device="cpu")
-        assert refusal(aten.masked_fill.Tensor, fake(2), fake(2), mask, number) == ""
-        assert refusal(aten.index_put_.default, fake(2), fake(2), [mask], number) == "", "runs as masked_fill"
-        assert refusal(aten.index_put_.default, fake(2), fake(2), [mask], number, True) == WAITS
-        assert refusal(aten.index_put_.default, fake(2), fake(2), [rows], number) == FROM_HOST
-
-    def test_to_another_device(self) -> None:
-        there, device = fake(2, device="cuda:1"), torch.device("cuda:1")
-        assert refusal(aten.to.device, there, fake(2), device, torch.float32) == "copies from cuda:0 to cuda:1"
-        assert refusal(aten.copy_.default, there, there, fake(2)) == "copies from cuda:0 to cuda:1"
-        assert refusal(aten.relu.default, there, there) == ""
-
-    def test_between_dtypes_of_one_device(self) -> None:
-        assert refusal(aten.to.dtype, fake(2, dtype=torch.float16), fake(2), torch.float16) == ""
+@pytest.mark.parametrize(
+    ("reason", "target", "result", "args"),
+    [
+        (WAITS, aten.to.device, HOST, [X, CPU, torch.float32]),
+        (WAITS, aten.copy_.default, HOST, [HOST, X]),
+        (TO_HOST, aten.to.device, HOST, [X, CPU, torch.float32, True]),
+        (FROM_HOST, aten.to.device, X, [HOST, CUDA, torch.float32]),
+        (FROM_HOST, aten.index.Tensor, X, [fake(4), [HOST_INDICES]]),
+        ("copies from cuda:0 to cuda:1", aten.to.device, PEER, [X, OTHER, torch.float32]),
+        ("copies from cuda:0 to cuda:1", aten.copy_.default, PEER, [PEER, X]),
+        ("", aten.relu.default, PEER, [PEER]),
+        ("", aten.to.dtype, fake(2, dtype=torch.float16), [X, torch.float16]),
+        # A kernel takes a number on the CPU by value (see the tests of literals in test_dependencies.py).
+        ("", aten.mul.Tensor, X, [X, HOST_NUMBER]),
+        (FROM_HOST, aten.to.device, NUMBER_ON_DEVICE, [HOST_NUMBER, CUDA, torch.float32]),
+        (FROM_HOST, aten.where.self, X, [MASK, X, HOST_NUMBER]),
+        ("", aten.masked_fill.Tensor, X, [X, MASK, HOST_NUMBER]),
+        ("", aten.index_put_.default, X, [X, [MASK], HOST_NUMBER]),  # runs as masked_fill
+        (WAITS, aten.index_put_.default, X, [X, [MASK], HOST_NUMBER, True]),
+        (FROM_HOST, aten.index_put_.default, X, [X, [INDICES], HOST_NUMBER]),
+        ("uses tensors on cuda:0 and cuda:1", print, None, [X, PEER]),
+        ("", print, X, [X, HOST]),
+        (ON_CPU, aten.relu.default, HOST, [HOST]),
+        (ON_CPU, aten.item.default, 1.0, [HOST]),
+        (ON_CPU, print, HOST, [HOST]),
+        (BRANCHES, torch.ops.higher_order.cond, (X,), [NUMBER_ON_DEVICE, None, None, [X]]),
+        (BRANCHES, torch.ops.higher_order.while_loop, (X,), [None, None, [X], []]),
+    ],
+    ids=range(23),
+)
+def test_copies_between_devices_and_other_calls(
+    reason: str, target: Callable[..., object], result: object, args: list[object]
+) -> None:
+    assert refusal(target, result, *args) == reason
 
 
-def test_calls_that_use_two_devices() -> None:
-    assert refusal(print, None, fake(2), fake(2, device="cuda:1")) == "uses tensors on cuda:0 and cuda:1"
-    assert refusal(print, fake(2), fake(2), fake(2, device="cpu")) == ""
-
-
-def test_calls_on_the_cpu() -> None:
-    on_host = fake(2, device="cpu")
-    assert refusal(aten.relu.default, fake(2, device="cpu"), on_host) == ON_CPU
-    assert refusal(aten.item.default, 1.0, on_host) == ON_CPU
-    assert refusal(print, on_host, on_host) == ON_CPU
-
-
-def test_shapes_that_depend_on_data() -> None:
+def test_data_dependent_shapes() -> None:
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         size = mode.shape_env.create_unbacked_symint()
         ragged, result = torch.empty((size, 2), device="cuda:0"), torch.empty((size, 2), device="cuda:0")
@@ -161,24 +147,14 @@ def test_shapes_that_depend_on_data() -> None:
     assert refusal(print, ragged, ragged) == DATA_SHAPE
 
 
-def test_what_is_given_numbers_or_shapes_of_the_device_is_refused_whatever_it_is() -> None:
-    def asks(x: torch.Tensor) -> torch.Tensor:
+def test_calls_that_take_numbers_or_shapes_from_the_device() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
         return (x * x.max().item()).sin() + x[x.nonzero()[:, 0]].sum()
 
-    nodes = case_of(asks, torch.ones(4)).program.module.graph.nodes
+    nodes = case_of(model, torch.ones(4)).program.module.graph.nodes
     calls = [node for node in nodes if isinstance(node.target, torch._ops.OpOverload)]
     found = {node.name: dependence_of(node) for node in calls if node.users and "sym" not in node.name}
     assert {name: reason for name, reason in found.items() if reason} == {
         "mul": NUMBER, "select": GIVEN_DATA_SHAPE, "index": GIVEN_DATA_SHAPE, "sum_1": GIVEN_DATA_SHAPE
     }  # fmt: skip
     assert {"max_1", "item", "sin", "nonzero", "add"} <= found.keys()
-
-
-def test_branches_on_data() -> None:
-    assert refusal(torch.ops.higher_order.cond, (fake(2),), fake(), None, None, [fake(2)]) == BRANCHES
-    assert refusal(torch.ops.higher_order.while_loop, (fake(2),), None, None, [fake(2)], []) == BRANCHES
-
-
-def test_views_are_never_refused() -> None:
-    tape = Tape()
-    assert effects_of(tape.call(aten.t.default, tape.input(2, 3))).uncapturable == ""

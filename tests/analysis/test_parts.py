@@ -1,4 +1,4 @@
-"""Parts of storages: by hand, and against sets of bytes."""
+"""Parts of storages: by hand, and checked byte by byte."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autostream.analysis import parts as module
 from autostream.analysis.effects import effects_of
-from autostream.analysis.parts import MOST_PARTS, Division, divide, spans
+from autostream.analysis.parts import Division, divide, spans
 from tests.analysis.programs import Tape, aten
 
 BYTES = 96
@@ -28,16 +29,17 @@ def divided(tape: Tape) -> tuple[Division, ...]:
 
 def bytes_of(tensor: Tensor) -> set[int]:
     """The bytes of its storage that a tensor touches, one by one."""
-    places = itertools.product(*(range(size) for size in tensor.shape))
-    firsts = [
-        (tensor.storage_offset() + sum(map(operator.mul, place, tensor.stride()))) * tensor.itemsize for place in places
+    indices = itertools.product(*(range(size) for size in tensor.shape))
+    starts = [
+        (tensor.storage_offset() + sum(map(operator.mul, index, tensor.stride()))) * tensor.itemsize
+        for index in indices
     ]
-    return {first + at for first in firsts for at in range(tensor.itemsize)}
+    return {start + at for start in starts for at in range(tensor.itemsize)}
 
 
 @st.composite
-def looks(draw: st.DrawFn) -> Tensor:
-    """A look at ``BYTES`` bytes: of any type, of no elements too, with steps of 0 and in any order of dimensions."""
+def views(draw: st.DrawFn) -> Tensor:
+    """A view of ``BYTES`` bytes: of any dtype, perhaps empty, with strides of 0 and any order of dimensions."""
     dtype = draw(st.sampled_from(DTYPES))
     items = BYTES // dtype.itemsize
     offset = draw(st.integers(0, items - 1))
@@ -52,62 +54,53 @@ def looks(draw: st.DrawFn) -> Tensor:
     return memory.as_strided(shape, stride, offset)
 
 
-class TestAgainstBytes:
-    @settings(max_examples=300, deadline=None)
-    @given(st.lists(looks(), min_size=1, max_size=5))
-    def test_tensors_told_apart_have_no_byte_in_common(self, tensors: list[Tensor]) -> None:
-        _, ranges = spans(tensors)
-        touched = [(span, bytes_of(tensor)) for span, tensor in zip(ranges, tensors, strict=True) if span is not None]
-        for (one, these), (other, those) in itertools.combinations(touched, 2):
-            apart = one[1] <= other[0] or other[1] <= one[0]
-            assert not (apart and these & those)
-
-    @settings(max_examples=300, deadline=None)
-    @given(looks(), st.data())
-    def test_a_range_holds_what_a_tensor_touches_in_each_row(self, tensor: Tensor, data: st.DataObject) -> None:
-        row, (span, *_) = spans([tensor, *data.draw(st.lists(looks(), max_size=3))])
-        if span is None:
-            return
-        assert {byte % row for byte in bytes_of(tensor)} <= set(range(*span))
-        assert tensor.numel() > 0
+@settings(max_examples=200, deadline=None)
+@given(st.lists(views(), min_size=1, max_size=5))
+def test_a_span_covers_a_tensor_and_disjoint_spans_have_no_byte_in_common(tensors: list[Tensor]) -> None:
+    row, ranges = spans(tensors)
+    touched = [(span, bytes_of(tensor)) for span, tensor in zip(ranges, tensors, strict=True) if span is not None]
+    for span, touches in touched:
+        assert touches
         assert 0 <= span[0] < span[1] <= row
+        assert {byte % row for byte in touches} <= set(range(*span))
+    for (one, these), (other, those) in itertools.combinations(touched, 2):
+        disjoint = one[1] <= other[0] or other[1] <= one[0]
+        assert not (disjoint and these & those)
 
-    @settings(max_examples=200, deadline=None)
-    @given(st.data())
-    def test_the_slices_of_a_concatenation_are_told_apart(self, data: st.DataObject) -> None:
-        """Along whichever dimension, in whichever order the dimensions lie in memory."""
-        shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
-        order = data.draw(st.permutations(range(len(shape))))
-        whole = torch.empty(shape).permute(order)
-        dim = data.draw(st.integers(0, len(shape) - 1))
-        slices = whole.split(1, dim)
-        _, ranges = spans([whole, *slices])
-        known = sorted(span for span in ranges[1:] if span is not None)
-        assert len(known) == len(slices)
-        assert all(one[1] <= other[0] for one, other in itertools.pairwise(known))
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_the_slices_of_a_concatenation_have_disjoint_spans(data: st.DataObject) -> None:
+    """Along any dimension, with dimensions in any order in memory."""
+    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    whole = torch.empty(shape).permute(data.draw(st.permutations(range(len(shape)))))
+    slices = whole.split(1, data.draw(st.integers(0, len(shape) - 1)))
+    _, ranges = spans([whole, *slices])
+    known = sorted(span for span in ranges[1:] if span is not None)
+    assert len(known) == len(slices)
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(known))
 
 
 @pytest.mark.parametrize(
     ("make", "parts"),
     [
-        # Rows lie one behind the other.
+        # Rows are contiguous.
         (lambda x: (x[:1], x[1:]), [["0"], ["1"]]),
-        # Columns, of which the middle ones are nobody's.
+        # Columns, some of which no tensor touches.
         (lambda x: (x[:, :2], x[:, 5:], x[:, 2:3]), [["0"], ["3"], ["1"]]),
-        # Who looks at all touches all; so does, to be safe, who touches nothing.
+        # A view of all, or of unknown bytes, touches all.
         (lambda x: (x[:, :4], x[:, 4:], x.t(), x[:0]), [["0"], ["1"], None, None]),
-        # Parts that overlap, in part.
+        # Ranges that overlap.
         (lambda x: (x[:, :3], x[:, 2:5], x[:, 5:]), [["0", "1"], ["1", "2"], ["3"]]),
-        # Offsets count in elements of their own type.
+        # Other dtypes, whose offsets count in their own elements.
         (lambda x: (x.view(torch.float16)[:, :8], x[:, 4:]), [["0"], ["1"]]),
-        (lambda x: (x[0, :2].expand(3, 2), x[0, 2:]), [["0"], ["1"]]),
-        # Real and imaginary parts alternate.
         (lambda x: (torch.view_as_complex(x.view(4, 3, 2))[:, :1], x[:, 2:]), [["0"], ["1"]]),
+        (lambda x: (x[0, :2].expand(3, 2), x[0, 2:]), [["0"], ["1"]]),
         (lambda x: (x[:, 0::2], x[:, 1::2]), [["0"], ["1"]]),
     ],
 )
 def test_parts_by_hand(make: Callable[[Tensor], tuple[Tensor, ...]], parts: list[list[str] | None]) -> None:
-    """All is written, through looks at four rows of six numbers."""
+    """Each view of four rows of six numbers is written."""
     graph = fx.Graph()
     whole = graph.call_function(aten.empty.memory_format, ([4, 6],))
     whole.meta["val"] = torch.empty(4, 6)
@@ -123,99 +116,87 @@ def test_parts_by_hand(make: Callable[[Tensor], tuple[Tensor, ...]], parts: list
     assert names == [part and tuple(f"{whole.name}[{at}]" for at in part) for part in parts]
 
 
-class TestWhatStaysWhole:
-    """
+# Storages that are not divided
+
+
+@pytest.fixture
+def tape() -> Tape:
+    return Tape()
+
+
+def fill_halves(tape: Tape, whole: fx.Node, starts: tuple[int, ...] = (0, 2)) -> tuple[fx.Node, ...]:
+    """Write slices of two columns each.
+
     whole ─┬▶ left ──▶ fill_
-           ╰▶ right ─▶ fill_        and one node more
+           ╰▶ right ─▶ fill_
     """
+    halves = [tape.call(aten.slice.Tensor, whole, 1, at, at + 2) for at in starts]
+    return tuple(tape.call(aten.fill_.Scalar, half, 1.0) for half in halves)
 
-    @pytest.fixture
-    def tape(self) -> Tape:
-        return Tape()
 
-    @staticmethod
-    def filled(tape: Tape, whole: fx.Node) -> tuple[fx.Node, ...]:
-        halves = [tape.call(aten.slice.Tensor, whole, 1, at, at + 2) for at in (0, 2)]
-        return tuple(tape.call(aten.fill_.Scalar, half, 1.0) for half in halves)
+def test_only_results_of_calls_without_tensors_are_divided(tape: Tape) -> None:
+    """A convolution, say, may have another layout on the device."""
+    fill_halves(tape, tape.input(2, 4))
+    fill_halves(tape, tape.call(aten.relu.default, tape.input(2, 4)))
+    assert divided(tape) == ()
+    fill_halves(tape, tape.call(aten.zeros.default, [2, 4]))
+    assert len(divided(tape)) == 1
 
-    def test_as_drawn_it_is_divided(self, tape: Tape) -> None:
-        self.filled(tape, tape.call(aten.zeros.default, [2, 4]))
-        assert len(divided(tape)) == 1
 
-    def test_arguments(self, tape: Tape) -> None:
-        self.filled(tape, tape.input(2, 4))
-        assert divided(tape) == ()
+def test_slices_that_are_only_read_or_overlap_are_no_parts(tape: Tape) -> None:
+    whole = tape.call(aten.zeros.default, [2, 4])
+    tape.call(aten.fill_.Scalar, whole, 1.0)
+    for at in (0, 2):
+        tape.call(aten.exp.default, tape.call(aten.slice.Tensor, whole, 1, at, at + 2))
+    fill_halves(tape, tape.call(aten.zeros.default, [2, 4]), starts=(0, 1))
+    assert divided(tape) == ()
 
-    def test_results_of_computations(self, tape: Tape) -> None:
-        """On the device, a convolution may lay out its result in another way."""
-        self.filled(tape, tape.call(aten.relu.default, tape.input(2, 4)))
-        assert divided(tape) == ()
 
-    def test_slices_that_are_only_read(self, tape: Tape) -> None:
-        whole = tape.call(aten.zeros.default, [2, 4])
-        tape.call(aten.fill_.Scalar, whole, 1.0)
-        for at in (0, 2):
-            tape.call(aten.exp.default, tape.call(aten.slice.Tensor, whole, 1, at, at + 2))
-        assert divided(tape) == ()
+@pytest.mark.parametrize(
+    "more",
+    [
+        lambda tape, whole, filled: tape.call(aten.reshape.default, whole, [8]),
+        lambda tape, whole, filled: tape.call(aten.t_.default, whole),
+        lambda tape, whole, filled: tape.call(aten.resize_.default, filled.args[0], [1]),
+        lambda tape, whole, filled: tape.call(aten.as_strided_copy.default, filled.args[0], [4], [1], 0),
+        lambda tape, whole, filled: tape.call(aten.view.dtype, filled, torch.int32),
+        lambda tape, whole, filled: tape.call(aten.broadcast_tensors.default, [whole, tape.input(2, 4)]),
+        lambda tape, whole, filled: tape.number(aten.sym_size.int, whole, 0, value=2),
+        lambda tape, whole, filled: tape.call(torch.relu, filled.args[0]),
+        lambda tape, whole, filled: tape.call(torch.ops.prims.exp.default, filled.args[0]),
+        lambda tape, whole, filled: tape.call(aten.dropout.default, whole, 0.5, False).meta.update(
+            val=torch.ones(2, 4)
+        ),
+    ],
+    ids=["reshape", "t_", "resize_", "as_strided", "view of a result", "of two", "size", "opaque", "prims", "dropout"],
+)
+def test_a_storage_stays_whole_if_fake_values_do_not_tell_all_accesses(tape: Tape, more: Callable[..., object]) -> None:
+    whole = tape.call(aten.zeros.default, [2, 4])
+    filled, _ = fill_halves(tape, whole)
+    more(tape, whole, filled)
+    assert divided(tape) == ()
 
-    def test_slices_that_overlap(self, tape: Tape) -> None:
-        whole = tape.call(aten.zeros.default, [2, 4])
-        for at in (0, 1):
-            tape.call(aten.fill_.Scalar, tape.call(aten.slice.Tensor, whole, 1, at, at + 2), 1.0)
-        assert divided(tape) == ()
 
-    @pytest.mark.parametrize(
-        "more",
-        [
-            lambda tape, whole, filled: tape.call(aten.reshape.default, whole, [8]),
-            lambda tape, whole, filled: tape.call(aten.t_.default, whole),
-            lambda tape, whole, filled: tape.call(aten.resize_.default, filled.args[0], [1]),
-            lambda tape, whole, filled: tape.call(aten.as_strided_copy.default, filled.args[0], [4], [1], 0),
-            lambda tape, whole, filled: tape.call(aten.view.dtype, filled, torch.int32),
-            lambda tape, whole, filled: tape.call(aten.broadcast_tensors.default, [whole, tape.input(2, 4)]),
-            lambda tape, whole, filled: tape.number(aten.sym_size.int, whole, 0, value=2),
-            lambda tape, whole, filled: tape.call(torch.relu, filled.args[0]),
-            lambda tape, whole, filled: tape.call(torch.ops.prims.exp.default, filled.args[0]),
-            lambda tape, whole, filled: tape.call(aten.dropout.default, whole, 0.5, False).meta.update(
-                val=torch.ones(2, 4)
-            ),
-        ],
-        ids=[
-            "may copy",
-            "turned",
-            "resized",
-            "outside of a look",
-            "after",
-            "of two",
-            "number",
-            "opaque",
-            "not of ATen",
-            "idle",
-        ],
-    )
-    def test_where_fake_values_do_not_say_all(self, tape: Tape, more: Callable[..., fx.Node]) -> None:
-        whole = tape.call(aten.zeros.default, [2, 4])
-        filled, _ = self.filled(tape, whole)
-        more(tape, whole, filled)
-        assert divided(tape) == ()
+def test_symbolic_sizes_stay_whole_and_get_no_guards(tape: Tape) -> None:
+    zeros = tape.call(aten.zeros.default, [6, 4])
+    filled = fill_halves(tape, zeros)
+    sizes = ShapeEnv()
+    whole = FakeTensorMode(shape_env=sizes, static_shapes=False).from_tensor(torch.zeros(6, 4))
+    assert isinstance(whole.shape[0], torch.SymInt)
+    zeros.meta["val"] = whole
+    for node, part in zip(filled, (whole[:2], whole[2:]), strict=True):
+        node.meta["val"] = node.args[0].meta["val"] = part  # type: ignore[union-attr]
+    guards = list(sizes.guards)
+    assert divided(tape) == ()
+    assert sizes.guards == guards
 
-    def test_sizes_that_vary(self, tape: Tape) -> None:
-        """Nor is anything asked of them, which would be to fix them."""
-        zeros = tape.call(aten.zeros.default, [6, 4])
-        filled = self.filled(tape, zeros)
-        sizes = ShapeEnv()
-        whole = FakeTensorMode(shape_env=sizes, static_shapes=False).from_tensor(torch.zeros(6, 4))
-        assert isinstance(whole.shape[0], torch.SymInt)
-        zeros.meta["val"] = whole
-        for node, part in zip(filled, (whole[:2], whole[2:]), strict=True):
-            node.meta["val"] = node.args[0].meta["val"] = part  # type: ignore[union-attr]
-        known = list(sizes.guards)
-        assert divided(tape) == ()
-        assert sizes.guards == known
 
-    @pytest.mark.parametrize(("rows", "count"), [(MOST_PARTS, 1), (MOST_PARTS + 1, 0)])
-    def test_very_many_parts(self, tape: Tape, rows: int, count: int) -> None:
-        whole = tape.call(aten.zeros.default, [rows, 2])
-        for row in range(rows):
-            tape.call(aten.fill_.Scalar, tape.call(aten.select.int, whole, 0, row), 1.0)
-        assert len(divided(tape)) == count
+@pytest.mark.parametrize(("rows", "count"), [(8, 1), (9, 0)])
+def test_a_storage_of_very_many_parts_stays_whole(
+    tape: Tape, rows: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_PARTS", 8)
+    whole = tape.call(aten.zeros.default, [rows, 2])
+    for row in range(rows):
+        tape.call(aten.fill_.Scalar, tape.call(aten.select.int, whole, 0, row), 1.0)
+    assert len(divided(tape)) == count

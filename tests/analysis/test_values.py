@@ -14,13 +14,9 @@ def test_symbolic_sizes_as_numbers() -> None:
     assert concrete(env.create_unbacked_symint()) == 1
 
 
-def test_views_have_the_storage_of_their_base() -> None:
-    x, y = torch.ones(4), torch.ones(4)
+def test_views_have_the_storage_of_their_base_and_sparse_tensors_none() -> None:
+    x, y, sparse = torch.ones(4), torch.ones(4), torch.eye(2).to_sparse()
     assert storages_in((x, [x[1:], None])) == storages_in(x.view(2, 2))
     assert storages_in(x).isdisjoint(storages_in(y))
-
-
-def test_sparse_tensors_have_no_storage() -> None:
-    sparse = torch.eye(2).to_sparse()
     assert tensors_in([sparse, 3]) == [sparse]
     assert storages_in(sparse) == set()
