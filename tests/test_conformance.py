@@ -1,4 +1,4 @@
-"""What is optimized does as PyTorch's own samples have it, and whoever breaks it is told."""
+"""PyTorch's own samples are equal with and without ``optimize``, and each kind of difference is found."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from torch import Tensor, nn
 import autostream
 from tests.conformance import (
     EVERY,
-    GROUPS,
     KNOWN,
     OUTCOMES,
     SAMPLES,
     Call,
     Difference,
-    Findings,
     Known,
     OutOfTime,
     Variant,
@@ -33,8 +31,8 @@ from tests.conformance import (
     check_all,
     gone,
     limited,
-    main,
-    sample_of,
+    markdown,
+    representative,
     table,
     unexpected,
 )
@@ -44,16 +42,18 @@ ROOT = Path(autostream.__file__).parent.parent
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_samples_are_as_eagers(group: str, tmp_path: Path) -> None:
-    """In a process of its own: PyTorch's databases set flags for all who import them."""
+def test_a_representative_sample_is_equal_to_eager(tmp_path: Path) -> None:
+    """In a process of its own, as PyTorch's databases set global flags."""
     out = tmp_path / "found.json"
-    command = [sys.executable, "-m", "tests.conformance", "--group", group, "--samples", "1", "--out", str(out)]
+    command = [sys.executable, "-m", "tests.conformance", "--representative", "--samples", "1", "--out", str(out)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    found = json.loads(out.read_text())
-    total = {outcome: sum(count.get(outcome, 0) for count in found["counts"].values()) for outcome in OUTCOMES}
+    counts = json.loads(out.read_text())["counts"]
+    total = {outcome: sum(count.get(outcome, 0) for count in counts.values()) for outcome in OUTCOMES}
     assert total["eager's"] > 2 * total["refused"], "most of it must run as scheduled"
+    page = out.with_suffix(".md").read_text()
+    assert "`python -m tests.conformance --representative --samples 1 --out " in page
+    assert table(counts) in page
 
 
 def variant(function: Callable[..., Any], gradients: bool = False, samples: int = 1) -> Variant:
@@ -81,7 +81,7 @@ def refuse(x: Tensor) -> Tensor:
 
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Stands for ``optimize``: makes of a function another one, which is broken."""
+"""Replaces ``optimize``: makes a broken function of a function."""
 
 
 def other_number(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,11 +154,11 @@ BROKEN: dict[str, tuple[Callable[..., Any], bool, Wrapper, set[str]]] = {
     ),
     "other gradients": (torch.sin, True, lambda f: lambda x: f(x.detach()) + (x - x.detach()), {"gradient 0: numbers"}),
 }
-"""What is optimized, whether it records gradients, how ``optimize`` is broken, and what must be told."""
+"""The function, whether gradients are recorded, how ``optimize`` is broken, and the differences."""
 
 
 class Reported:
-    """What a broken ``optimize`` returns: it is called, and has no reports."""
+    """The return value of a broken ``optimize``, without reports."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
@@ -169,7 +169,7 @@ class Reported:
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_faults_are_told(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function, gradients, broken, expected = BROKEN[fault]
     assert check(variant(function, gradients), 1).differences == {}
     monkeypatch.setattr("autostream.optimize", lambda target, **_: Reported(broken(target)))
@@ -188,7 +188,7 @@ def test_rounding_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (findings.outcomes, findings.rounded, findings.differences) == ({0: "eager's"}, [0], {})
 
 
-def test_what_a_module_keeps_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_of_a_module_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     def calls(seed: int) -> Iterator[Call]:
         torch.manual_seed(seed)
         yield Call(nn.BatchNorm1d(4), (torch.randn(3, 4),), {})
@@ -203,34 +203,21 @@ def test_what_a_module_keeps_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> No
     assert told == means_and_counts | no_gradients
 
 
-@pytest.mark.parametrize(
-    ("function", "outcome"),
-    [
-        (torch.sin, "eager's"),
-        (lambda x: torch.from_numpy(x.numpy() + 1), "refused"),
-        (refuse, "both raise"),
-    ],
-)
-def test_outcomes(function: Callable[..., Any], outcome: str) -> None:
-    findings = check(variant(function), 1)
-    assert findings.outcomes == {0: outcome}
-    assert bool(findings.reasons) is (outcome == "refused")
-
-
-def test_nothing_is_told_where_eager_differs_from_itself() -> None:
+def test_outcomes() -> None:
     calls = itertools.count()
-    assert check(variant(lambda x: x + next(calls)), 1).differences == {}
+    eager_only = check(variant(lambda x: torch.from_numpy(x.numpy() + 1)), 1)
+    assert (eager_only.outcomes, bool(eager_only.reasons)) == ({0: "refused"}, True)
+    assert check(variant(refuse), 1).outcomes == {0: "both raise"}
+    unsteady = check(variant(lambda x: x + next(calls)), 1)
+    assert unsteady.differences == {}, "eager differs from itself"
 
 
-def test_samples_are_spread_over_what_there_is() -> None:
-    assert list(check(variant(torch.sin, samples=9), 3).outcomes) == [0, 4, 8]
-    assert list(check(variant(torch.sin, samples=9), 1).outcomes) == [4]
-    assert list(check(variant(torch.sin, samples=2), 3).outcomes) == [0, 1]
-    assert list(check(variant(torch.sin, samples=2), 0).outcomes) == [0, 1]
-    assert check(variant(torch.sin, samples=0), 3) == Findings(seconds=pytest.approx(0, abs=60))
+def test_samples_are_spread_evenly() -> None:
+    for samples, of, expected in ((3, 9, [0, 4, 8]), (1, 9, [4]), (3, 2, [0, 1]), (0, 2, [0, 1])):
+        assert list(check(variant(torch.sin, samples=of), samples).outcomes) == expected
 
 
-def test_samples_that_cannot_be_made_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_variants_without_samples_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     def calls(seed: int) -> Iterator[Call]:
         raise NotImplementedError("none here")
         yield
@@ -241,7 +228,7 @@ def test_samples_that_cannot_be_made_are_told(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised wherever the alarm strikes
-def test_what_hangs_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_variant_that_hangs_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
     def wait(x: Tensor) -> Tensor:
         try:
             time.sleep(600)
@@ -273,11 +260,34 @@ def test_differences_are_printed_and_known_ones_must_be_there(
     assert [gone([sin], same, known, samples) for samples in (0, SAMPLES, 1)] == [[name], [name], []]
     assert [gone([sin], same, rare, samples) for samples in (0, SAMPLES, 1)] == [[name], [], []]
     assert (unexpected([sin], same, {}), gone([sin], same, {}, 0)) == ([], [])
-    total = table([sin], different).splitlines()[-1]
-    assert [cell.strip() for cell in total.split("|")[1:-1]] == ["all", "0", "0", "0", "1", "0"]
 
 
-def test_other_outcomes_than_before_are_told() -> None:
+def test_results_are_written_as_a_page_with_a_table_and_all_differences() -> None:
+    variants = {
+        "tan, function, float32": {"differences": {"0": [["output: dtype", "torch.float64, eager's torch.float32"]]}},
+        "norm, function, float32, gradients": {"differences": {"2": [["output: requires_grad", ""]]}},
+    }
+    counts = {"function": {"eager's": 1234, "different": 1}, "function, gradients": {"different": 1}}
+    stamp = {"date": "2026-11-26 00:09 UTC", "commit": "c8b810b", "torch": "2.11.0", "cpu": "Xeon", "gpu": None}
+    written = {"stamp": stamp, "device": "cpu", "samples": 3, "counts": counts, "variants": variants}
+    page = markdown(written, "python -m tests.conformance --out found.json")
+    assert page.startswith("# PyTorch's own test databases on a CPU\n")
+    assert "3 samples of each variant" in page
+    assert "`python -m tests.conformance --out found.json` on Xeon with torch 2.11.0 (2026-11-26 00:09 UTC" in page
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    assert rows[2:] == [
+        ["function", "1,234", "0", "0", "1", "0"],
+        ["function, gradients", "0", "0", "0", "1", "0"],
+        ["all", "1,234", "0", "0", "2", "0"],
+    ]
+    why = KNOWN["cpu"]["norm, function, float32, gradients"].why
+    assert page.endswith(
+        f"- norm, function, float32, gradients, sample 2: output: requires_grad (known: {why})\n"
+        "- tan, function, float32, sample 0: output: dtype: torch.float64, eager's torch.float32\n"
+    )
+
+
+def test_changed_outcomes_are_found() -> None:
     def run(outcomes: dict[str, dict[str, str]]) -> dict[str, Any]:
         return {"variants": {name: {"outcomes": each} for name, each in outcomes.items()}}
 
@@ -286,22 +296,13 @@ def test_other_outcomes_than_before_are_told() -> None:
     assert changes(before, now) == ["sin, sample 4: eager's before, refused now"]
 
 
-def test_ci_looks_at_one_in_so_many_and_at_all_that_was_picked() -> None:
+def test_ci_checks_all_picked_variants_and_a_few_others() -> None:
     def named(name: str, kind: str, count: int) -> list[Variant]:
         return [Variant(name, kind, "float32", False, lambda seed: iter(())) for _ in range(count)]
 
-    variants = [*named("nn.GRU", "train", 3), *named("nn.ReLU", "eval", 2 * EVERY), *named("sin", "out", EVERY + 1)]
-    variants += named("max (binary)", "function", 2)
-    assert [len(sample_of(variants, group)) for group in GROUPS] == [3 + 2, 2 + 2]
-
-
-@pytest.mark.parametrize("shard", ["3/2", "0/2", "1", "a/b"])
-def test_a_shard_is_one_of_so_many(shard: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--shard", shard, "--out", str(tmp_path / "found.json")])
-    assert "use I/N, such as 2/4" in capsys.readouterr().err
-
-
-def test_each_known_difference_has_its_reason() -> None:
-    assert set(KNOWN) == {"cpu", "cuda"}
-    assert all(each.why for known in KNOWN.values() for each in known.values())
+    variants = [
+        *named("nn.Embedding", "train", 3),
+        *named("sin", "out", EVERY + 1),
+        *named("max (binary)", "function", 2),
+    ]
+    assert len(representative(variants)) == 3 + 2 + 2

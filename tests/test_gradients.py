@@ -1,4 +1,4 @@
-"""Training with an optimized model beside training with the model: outputs, gradients, state and random numbers agree.
+"""Gradients: training with an optimized model and with the model give equal outputs, gradients, state and generators.
 
 model ──┬─▶ model(x), loss.backward(), … ──▶ gradients, buffers, parameters after each step, generator
         └─▶ optimize ────────────────────▶ the same, to 1e-10 in float64
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -25,7 +24,6 @@ import autostream
 from autostream.api import OptimizedModule
 from autostream.dispatch import compiled_graph
 from autostream.dispatch.compiled_graph import CompiledGraph
-from autostream.errors import TraceError
 from autostream.runtime.saved_activations import SavedActivations
 from autostream.utils.storages import storage_of
 from tests.captures import Captures
@@ -33,7 +31,7 @@ from tests.semantics import force_streams
 from tests.threads import in_threads
 
 Body = Callable[[Any, Any, torch.optim.Optimizer, int], Any]
-"""What is done in a step with a model, optimized or not, its plain self, an optimizer, and the step's number."""
+"""A training step; takes a model, optimized or not, the model itself, an optimizer, and the number of the step."""
 
 
 def t(*shape: int, seed: int = 0) -> Tensor:
@@ -42,7 +40,7 @@ def t(*shape: int, seed: int = 0) -> Tensor:
 
 
 class Net(nn.Module):
-    """Two branches, a norm with statistics, dropout, an op in place, a tied weight, and a layer that is not used."""
+    """Two branches, batch statistics, dropout, an op in place, a tied weight, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +67,7 @@ class ConvNet(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Computes a part of itself once more in the backward."""
+    """Recomputes a part of itself in the backward."""
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
@@ -88,7 +86,7 @@ def plain(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) 
 
 
 def two_forwards(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> list[Any]:
-    """Then one backward for both, then a third call that goes back twice: gradients add up, and hooks see each."""
+    """Then one backward for both, then a third call with two backwards: gradients add up, and hooks see each."""
     seen: list[Tensor] = []
     optimizer.zero_grad()
     with (
@@ -111,7 +109,7 @@ def freezing(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: in
 
 
 def evaluating(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> list[Tensor]:
-    """And loading a state, and moving a weight."""
+    """Also loads a state, and moves a weight."""
     loss = plain(fast, model, optimizer, number)
     fast.eval()
     with torch.no_grad():
@@ -125,7 +123,7 @@ def evaluating(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: 
 
 
 def of_inputs(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> list[Any]:
-    """Inputs are activations, in another layout, and gradients come in another layout too."""
+    """Inputs are activations, and they and the gradients of outputs are transposed."""
     x = t(4, 5, seed=number).requires_grad_()
     y = fast((x * 2).t())
     y.t().backward(t(5, 4).t())
@@ -142,7 +140,7 @@ def of_a_container(fast: Any, model: Any, optimizer: torch.optim.Optimizer, numb
 
 
 def checkpointed(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
-    """The call is computed once more in the backward. It is traced under hooks that keep what it saves."""
+    """The call is recomputed in the backward. It is traced under hooks for saved tensors."""
     loss: Tensor = checkpoint(fast, t(5, 4), use_reentrant=False).square().sum()  # type: ignore[no-untyped-call]
     loss.backward()
     return loss
@@ -152,18 +150,40 @@ def dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 4))
 
 
+def evaluated(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> list[Any]:
+    """A call without gradients between forward and backward."""
+    found = fast(t(5, 4, seed=number))
+    with torch.no_grad():
+        seen = fast(t(5, 4, seed=9))
+    found.square().sum().backward()
+    return [found, seen]
+
+
+def packed(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+    """Hooks for saved tensors, which are other tensors by the time of the backward."""
+    saved: list[Tensor] = []
+    hooks = (lambda tensor: (saved.append(tensor), tensor.clone())[1], lambda tensor: tensor.clone())
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
+        found = fast(t(5, 4, seed=number))
+    found.sum().backward()
+    assert saved
+    return found
+
+
 BODIES: dict[str, tuple[Callable[[], nn.Module], Body]] = {
     "two forwards": (Net, two_forwards),
     "frozen": (Checkpointed, freezing),
     "evaluation": (Net, evaluating),
     "gradients of inputs": (Checkpointed, of_inputs),
     "containers": (ConvNet, of_a_container),
-    "computed once more": (dropout, checkpointed),
+    "recomputed": (dropout, checkpointed),
+    "evaluation in between": (Net, evaluated),
+    "hooks for saved tensors": (dropout, packed),
 }
 
 
 def assert_trains_alike(make: Callable[[], nn.Module], body: Body, steps: int = 2, **options: Any) -> OptimizedModule:
-    """Train twins, one of them optimized; after each step all that can be seen of them is the same."""
+    """Train two copies of a model, one of them optimized, and compare them after each step."""
     torch.manual_seed(0)
     model = make().double()
     twin = copy.deepcopy(model)
@@ -201,25 +221,23 @@ def reasons(fast: OptimizedModule) -> str:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_it_trains_as_the_model_does(name: str) -> None:
-    fast = assert_trains_alike(*BODIES[name], policy="sequential")
-    assert modes(fast) - {"one stream"} == {"forward and backward"}
-    assert {part.mode for report in fast.reports for part in report.parts} == {"one stream"}
-
-
-def test_so_it_does_over_several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = assert_trains_alike(*BODIES["two forwards"], **force_streams(monkeypatch))
-    assert {part.mode for report in fast.reports for part in report.parts} == {"threads"}
+def test_it_trains_like_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over one stream; with two forwards, over several."""
+    streams = name == "two forwards"
+    fast = assert_trains_alike(*BODIES[name], **force_streams(monkeypatch) if streams else {"policy": "sequential"})
+    assert modes(fast) - {"one stream", "threads"} == {"forward and backward"}
+    parts = {part.mode for report in fast.reports for part in report.parts}
+    assert parts == ({"threads"} if streams else {"one stream"})
 
 
 class InOnePlace(CompiledGraph):
-    """A forward leaves what it lends in the same memory each time, as a captured graph does."""
+    """A forward has its shared outputs at the same addresses in each call, as a captured graph has."""
 
     shared: frozenset[int] = frozenset()
 
-    def share_outputs(self, values: Sequence[Any], places: frozenset[int]) -> frozenset[int]:
+    def share_outputs(self, values: Sequence[Any], indices: frozenset[int]) -> frozenset[int]:
         results: Any = self._module.graph.output_node().args[0]
-        self.shared = frozenset(at for at in places if results[at].op == "call_function")
+        self.shared = frozenset(at for at in indices if results[at].op == "call_function")
         return self.shared
 
     def __call__(self, *values: Any) -> list[Any]:
@@ -236,41 +254,15 @@ def in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("in_one_place")
-@pytest.mark.parametrize("name", BODIES)
-def test_so_it_does_where_what_is_saved_is_overwritten_by_the_next_call(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Checked by leaving out what saves it from that: :meth:`SavedActivations.preserve` moves it away."""
+@pytest.mark.parametrize("name", ["two forwards", "evaluation", "evaluation in between", "recomputed"])
+def test_saved_activations_may_be_overwritten_by_the_next_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """:meth:`SavedActivations.preserve` moves them away; without it, gradients are wrong."""
     fast = assert_trains_alike(*BODIES[name], policy="sequential")
     assert modes(fast) - {"one stream"} == {"forward and backward"}
     monkeypatch.setattr(SavedActivations, "preserve", lambda lending: None)
     if name == "two forwards":
         with pytest.raises(AssertionError):
             assert_trains_alike(*BODIES[name], policy="sequential")
-
-
-@pytest.mark.usefixtures("in_one_place")
-def test_what_is_saved_is_not_copied_where_each_call_goes_back_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared: list[int] = []
-    preserve, share_outputs = SavedActivations.preserve, SavedActivations.alias
-
-    def recalled(lending: SavedActivations) -> None:
-        assert not any(borrowed() is not None for borrowed in lending._borrowed)
-        preserve(lending)
-
-    monkeypatch.setattr(SavedActivations, "preserve", recalled)
-    monkeypatch.setattr(
-        SavedActivations,
-        "share_outputs",
-        lambda own, memory: (shared.append(len(memory)), share_outputs(own, memory))[1],
-    )
-    monkeypatch.setattr("autostream.runtime.saved_activations.copier", lambda *_: pytest.fail("copied"))
-    fast = autostream.optimize(dropout().double(), policy="sequential")
-    for seed in range(3):
-        loss = fast(t(5, 4, seed=seed)).sum()  # the last one is still there when the next call is made
-        loss.backward()
-    assert len(shared) == 3
-    assert all(shared)
 
 
 def test_a_backward_has_one_schedule_however_gradients_come() -> None:
@@ -282,7 +274,7 @@ def test_a_backward_has_one_schedule_however_gradients_come() -> None:
     assert [part.half for part in report.parts] == ["forward", "backward"]
 
 
-def test_a_scaler_and_autocast_are_around_it() -> None:
+def test_a_scaler_and_autocast_may_be_around_it() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     twin = copy.deepcopy(model)
     fast = autostream.optimize(model, policy="sequential")
@@ -302,7 +294,7 @@ def test_a_scaler_and_autocast_are_around_it() -> None:
 
 
 class Careful(nn.Module):
-    """Computes its second layer without autocast, and so is its backward."""
+    """Its second layer, and the backward of that, are not autocast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +306,7 @@ class Careful(nn.Module):
             return self.second(x.float())  # type: ignore[no-any-return]
 
 
-def test_what_autocast_is_switched_off_for_is_so_both_ways() -> None:
+def test_autocast_may_be_disabled_for_a_part() -> None:
     model = Careful()
     twin = copy.deepcopy(model)
     with torch.autocast("cpu", torch.bfloat16):
@@ -326,18 +318,16 @@ def test_what_autocast_is_switched_off_for_is_so_both_ways() -> None:
         torch.testing.assert_close(mine.grad, other.grad, rtol=0.02, atol=0.2)
 
 
-def test_nobody_looks_on_while_a_schedule_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dispatch mode would see what is traced and timed, and TorchInductor's tracing fails under one."""
+def test_forward_and_backward_are_compiled_outside_of_dispatch_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a mode saw what was traced and timed, and TorchInductor's tracing failed under it."""
     active: list[int] = []
     program_of = compiled_graph.program_of
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        active.append(torch._C._len_torch_dispatch_stack())
-        return program_of(*args, **kwargs)
-
-    monkeypatch.setattr(compiled_graph, "program_of", noted)
-    fast = autostream.optimize(nn.Linear(4, 4), policy="sequential")
-    fast(torch.ones(2, 4)).sum().backward()
+    monkeypatch.setattr(
+        compiled_graph,
+        "program_of",
+        lambda *call: (active.append(torch._C._len_torch_dispatch_stack()), program_of(*call))[1],
+    )
+    autostream.optimize(nn.Linear(4, 4), policy="sequential")(torch.ones(2, 4)).sum().backward()
     assert active == [0, 0]
 
 
@@ -353,15 +343,7 @@ def test_a_buffer_may_come_to_require_gradients() -> None:
     assert modes(fast) == {"forward and backward"}
 
 
-def test_inputs_may_be_made_in_inference_mode_where_no_backward_needs_them() -> None:
-    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
-    with torch.inference_mode():
-        x = torch.ones(2, 4)
-    autostream.optimize(model, policy="sequential")(x).sum().backward()
-    assert torch.equal(model[1].bias.grad, torch.full((4,), 2.0))
-
-
-def test_where_a_backward_needs_one_there_is_no_way() -> None:
+def test_an_inference_tensor_may_be_an_input_unless_the_backward_needs_it() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     fast = autostream.optimize(model, policy="sequential")
     fast(torch.ones(2, 4)).sum().backward()
@@ -369,9 +351,12 @@ def test_where_a_backward_needs_one_there_is_no_way() -> None:
         x = torch.ones(2, 4)
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
         fast(x)
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
+    autostream.optimize(model, policy="sequential")(x).sum().backward()
+    assert torch.equal(model[1].bias.grad, torch.full((4,), 2.0))
 
 
-def test_many_gradients_of_an_output_may_go_back_at_once() -> None:
+def test_batched_gradients() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4, requires_grad=True)
     each = torch.eye(12).view(12, 3, 4)
     found, expected = (
@@ -381,7 +366,7 @@ def test_many_gradients_of_an_output_may_go_back_at_once() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_inputs_are_let_go_after_a_backward_where_losses_are_kept() -> None:
+def test_inputs_are_freed_after_the_backward_though_the_loss_is_kept() -> None:
     fast, kept = autostream.optimize(nn.Linear(4, 4), policy="sequential"), []
     for again in (True, False):
         x = torch.ones(2, 4)
@@ -393,7 +378,7 @@ def test_inputs_are_let_go_after_a_backward_where_losses_are_kept() -> None:
     assert kept[0][1]() is None
 
 
-def test_data_in_parallel_is_around_it() -> None:
+def test_distributed_data_parallel_may_be_around_it() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model, twin = Checkpointed().double(), Checkpointed().double()
@@ -407,7 +392,7 @@ def test_data_in_parallel_is_around_it() -> None:
         dist.destroy_process_group()
 
 
-# Models of all kinds
+# Models
 
 
 class Views(nn.Linear):
@@ -428,7 +413,7 @@ class Sparse(nn.Module):
 
 
 class Listening(nn.Linear):
-    """Remembers the gradients of what it computes, as some visualizations do."""
+    """Has a hook on the gradient of its output, as some visualizations do."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
@@ -437,7 +422,7 @@ class Listening(nn.Linear):
 
 
 class Unregistered(nn.Linear):
-    """Holds a tensor that others may take the place of, or that may come to require gradients."""
+    """Has a tensor that is no buffer."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -448,7 +433,7 @@ class Unregistered(nn.Linear):
 
 
 class Recurrent(nn.LSTM):
-    """In float32, whatever others are: the kernel is for that alone."""
+    """In float32, the only dtype of its kernel."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -460,6 +445,31 @@ class Recurrent(nn.LSTM):
         return self
 
 
+class Configured(nn.Linear):
+    """Configures itself in the first call, as classifiers of transformers do."""
+
+    factors: list[float] | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        if self.factors is None:
+            self.factors = [float(x.shape[-1])]
+        return (super().forward(x) * self.factors[0]).sin()
+
+
+class Outputs:
+    """A return value of a type that pytree does not know."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+class Returning(nn.Linear):
+    """Returns an object, as models do that return a cache of keys and values."""
+
+    def forward(self, x: Tensor) -> Any:
+        return Outputs(super().forward(x).sin())
+
+
 def hooked() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].register_full_backward_pre_hook(lambda module, out: tuple(2 * gradient for gradient in out))
@@ -469,12 +479,13 @@ def hooked() -> nn.Module:
 def backward_only(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
     optimizer.zero_grad()
     found = fast(t(5, 4, seed=number))
+    found = found.y if isinstance(found, Outputs) else found
     (found[0] if isinstance(found, list) else found).sum().backward()
     return found
 
 
 class Hidden(nn.Module):
-    """A gradient within is not a number, and those that come out are."""
+    """An intermediate gradient is nan, but those of inputs are numbers."""
 
     def forward(self, x: Tensor) -> Tensor:
         large = x > 1e9
@@ -486,7 +497,9 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a part is checkpointed and draws": (partial(Checkpointed, 0.5), "forward and backward"),
     "a gradient is sparse": (Sparse, "forward and backward"),
     "it registers a hook": (partial(Listening, 4, 4), "graph breaks"),
+    "it returns an object": (partial(Returning, 4, 4), "forward and backward"),
     "it holds a tensor": (Unregistered, "forward and backward"),
+    "it sets an attribute in its first call": (partial(Configured, 4, 4), "forward and backward"),
     "it writes to its input": (
         lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)),
         "forward and backward",
@@ -494,89 +507,20 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "Module-level backwards hooks": (hooked, "plain"),
     "leaves its backward nothing": (Recurrent, "plain"),
 }
-"""What is peculiar, by which the report may say why it runs plainly."""
+"""Models, and their mode; where that is "plain", the key is part of the reason."""
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("kind", KINDS)
-def test_models_of_all_kinds_are_trained_alike(kind: str) -> None:
+def test_models_of_all_kinds(kind: str) -> None:
     make, mode = KINDS[kind]
     fast = assert_trains_alike(make, backward_only, policy="sequential")
     assert modes(fast) == {mode}
     assert (kind in reasons(fast)) == (mode == "plain")
 
 
-class Configured(nn.Linear):
-    """Finds out in its first call what it is for, as classifiers of transformers do."""
-
-    factors: list[float] | None = None
-
-    def forward(self, x: Tensor) -> Any:
-        if self.factors is None:
-            self.factors = [float(x.shape[-1])]
-        return (super().forward(x) * self.factors[0]).sin()
-
-
-def test_what_a_first_call_makes_for_all_others_is_no_obstacle_to_these() -> None:
-    fast = assert_trains_alike(partial(Configured, 4, 4), backward_only, steps=3, policy="sequential")
-    assert modes(fast) == {"forward and backward"}
-
-
-class Featured(nn.Sequential):
-    """Returns what its first layer has computed, too."""
-
-    def forward(self, x: Tensor) -> Any:
-        first, last = self
-        features = first(x).sin() * 1
-        return [last(features), features]
-
-
-def test_a_loss_may_take_an_output_and_another_that_is_computed_from_it() -> None:
-    """And go back from one after the other, where the graph is kept."""
-
-    def body(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
-        optimizer.zero_grad()
-        y, features = found = fast(t(5, 4, seed=number))
-        if number:
-            (y.sum() + features.square().sum()).backward()
-        else:
-            y.sum().backward(retain_graph=True)
-            features.square().sum().backward()
-        return found
-
-    fast = assert_trains_alike(lambda: Featured(nn.Linear(4, 4), nn.Linear(4, 3)), body, policy="sequential")
-    assert modes(fast) == {"forward and backward"}
-
-
-class Outputs:
-    """What no tracer knows."""
-
-    def __init__(self, y: Tensor) -> None:
-        self.y = y
-
-
-class Returning(nn.Linear):
-    """Returns an object, as models do that keep a cache of keys and values."""
-
-    def forward(self, x: Tensor) -> Any:
-        return Outputs(super().forward(x).sin())
-
-
-def test_an_object_that_no_tracer_knows_may_be_returned() -> None:
-    models = [Returning(4, 4).double() for _ in range(2)]
-    models[0].load_state_dict(models[1].state_dict())
-    fast = autostream.optimize(models[0], policy="sequential")
-    for number in range(3):
-        for model, run in zip(models, (fast, models[1]), strict=True):
-            run(t(5, 4, seed=number)).y.square().sum().backward()
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-        close(list(models[0].state_dict().values()), list(models[1].state_dict().values()))
-        close([own.grad for own in models[0].parameters()], [own.grad for own in models[1].parameters()])
-    assert modes(fast) == {"forward and backward"}
-
-
-def test_on_a_cpu_the_model_does_it_unless_somebody_asks_for_a_schedule() -> None:
-    """There a schedule takes the host longer than small models take: nothing is captured."""
+def test_on_a_cpu_it_runs_eagerly_by_default() -> None:
+    """A schedule would take the host longer than eager calls take."""
     fast = assert_trains_alike(partial(nn.Linear, 4, 4), backward_only)
     assert modes(fast) == {"plain"}
     assert "gradients are recorded on a CPU" in reasons(fast)
@@ -584,36 +528,11 @@ def test_on_a_cpu_the_model_does_it_unless_somebody_asks_for_a_schedule() -> Non
     assert modes(fast) == {"forward and backward"}
 
 
-class Branching(nn.Linear):
-    """Chooses by data what to compute."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if x.sum() > 0 else -x)
-
-
-def test_strict_says_why_not() -> None:
-    with pytest.raises(TraceError, match=r"Data-dependent branching \(.*test_gradients.py:\d+: .* if x.sum\(\) > 0"):
-        autostream.optimize(Branching(4, 4), strict=True)(torch.ones(2, 4))
-
-
-def test_shapes_beyond_the_limit_run_as_they_are() -> None:
-    """A schedule for each of many shapes would take longer than to train."""
-
-    def growing(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
-        found = fast(t(2 + number, 4))
-        found.sum().backward()
-        return found
-
-    fast = assert_trains_alike(partial(nn.Linear, 4, 4), growing, policy="sequential", max_signatures=1)
-    assert modes(fast) == {"forward and backward", "plain"}
-    assert "as many signatures as max_signatures allows" in reasons(fast)
-
-
-# What torch.compile does otherwise than the model
+# Outputs, compared with torch.compile's
 
 
 class Chain(nn.Module):
-    """Some of its outputs are computed from others, d is not, and e is nothing that is trained.
+    """Some outputs are computed from others; d is not, and e requires no gradient.
 
     x ── first ──▶ a ── second ──▶ b ── * a ── third ──▶ c
     └── other ──▶ d, e
@@ -634,28 +553,22 @@ class Chain(nn.Module):
 
 
 Use = Callable[[nn.Module, list[Tensor]], list[Tensor | None]]
-"""What is done with the outputs of a call, and what is seen of it."""
+"""Uses the outputs of a call; returns gradients."""
 
 
 def parameters(model: nn.Module) -> list[Tensor | None]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-def loss_of_all(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
-    a, b, c, d, _ = found
-    (a.sum() + 2 * b.square().sum() + c.sum() + d.sum()).backward()
-    return parameters(model)
-
-
 def one_of_them(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
-    """Weights that only others depend on have gradients of zero, so that they decay."""
+    """Weights of the other outputs have gradients of zero, so that they decay."""
     found[3].sum().backward()
     assert parameters(model)[0] is not None
     return parameters(model)
 
 
 def retained(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
-    """What comes by way of others is left out."""
+    """Retained gradients leave out what comes through other outputs."""
     a, b, c, d, _ = found
     a.retain_grad()
     b.retain_grad()
@@ -680,11 +593,6 @@ def asked_for(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
     return [*some, *others, *parameters(model)]
 
 
-def for_some_alone(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
-    found[2].sum().backward(inputs=[model.second.weight])
-    return parameters(model)
-
-
 def twice(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
     _, b, c, d, _ = found
     c.sum().backward(retain_graph=True)
@@ -692,15 +600,8 @@ def twice(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
     return parameters(model)
 
 
-def written(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
-    _, _, c, d, _ = found
-    c.mul_(2)
-    (c.sum() + d.sum()).backward()
-    return parameters(model)
-
-
 def kept_by_the_model(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
-    """What it keeps is an output as any other is."""
+    """A tensor that the model keeps is an output like any other."""
     kept: Any = model.kept
     kept.retain_grad()
     found[2].sum().backward()
@@ -708,7 +609,7 @@ def kept_by_the_model(model: nn.Module, found: list[Tensor]) -> list[Tensor | No
 
 
 def penalized(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
-    """Gradients of gradients are refused, where they are asked for."""
+    """A double backward raises."""
     (slope,) = torch.autograd.grad(found[2].sum(), model.first.weight, create_graph=True)
     with pytest.raises(RuntimeError, match="does not currently support double backward"):
         slope.square().sum().backward()
@@ -722,13 +623,13 @@ def looking_for_nans(model: nn.Module, found: list[Tensor]) -> list[Tensor | Non
 
 
 USES: list[Use] = [
-    *(loss_of_all, one_of_them, retained, hooked_outputs, asked_for, for_some_alone, twice, written),
+    *(one_of_them, retained, hooked_outputs, asked_for, twice),
     *(kept_by_the_model, penalized, looking_for_nans),
 ]
 
 
 def assert_as_compiled(use: Use, device: str) -> None:
-    """Twins, one of them compiled by ``torch.compile``, with outputs that are computed from others."""
+    """Compare with a copy that ``torch.compile`` compiles."""
     seen = []
     for how in (
         lambda model: autostream.optimize(model, policy="sequential"),
@@ -753,14 +654,14 @@ def assert_as_compiled(use: Use, device: str) -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-def test_who_looks_sees_what_torch_compile_shows(use: Use) -> None:
+def test_uses_of_outputs(use: Use) -> None:
     assert_as_compiled(use, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-def test_so_it_is_with_captured_graphs(use: Use) -> None:
+def test_uses_of_outputs_of_captured_graphs(use: Use) -> None:
     assert_as_compiled(use, "cuda")
 
 
@@ -774,7 +675,7 @@ def test_anomaly_detection_sees_a_backward_as_one_op() -> None:
             fast(x * torch.nan).sum().backward()
 
 
-# What autograd refuses
+# Mistakes
 
 
 def write_to_the_output(model: nn.Module, y: Tensor) -> None:
@@ -793,7 +694,7 @@ def go_back_twice(model: nn.Module, y: Tensor) -> None:
 
 
 @pytest.mark.parametrize("mistake", [write_to_the_output, write_to_a_weight, go_back_twice])
-def test_mistakes_are_found_as_ever(mistake: Callable[[nn.Module, Tensor], None]) -> None:
+def test_mistakes_raise_as_in_eager(mistake: Callable[[nn.Module, Tensor], None]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Sigmoid())
     for each in (model, autostream.optimize(model, policy="sequential")):
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation|a second time"):
@@ -808,14 +709,11 @@ def given_other_memory(fast: Any, model: Any, optimizer: torch.optim.Optimizer, 
     return found
 
 
-def test_a_backward_has_the_weights_of_its_forward() -> None:
+def test_a_backward_uses_the_weights_of_its_forward() -> None:
     make = partial(nn.Sequential, nn.Linear(4, 6).double(), nn.Tanh(), nn.Linear(6, 2).double())
     assert modes(assert_trains_alike(lambda: copy.deepcopy(make()), given_other_memory, policy="sequential")) == {
         "forward and backward"
     }
-
-
-def test_a_backward_may_come_behind_a_change_of_dtype() -> None:
     layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     found = autostream.optimize(layer, policy="sequential")(t(5, 4))
     expected = torch.autograd.grad(layer(t(5, 4)).sum(), layer[0].weight)[0]
@@ -824,26 +722,15 @@ def test_a_backward_may_come_behind_a_change_of_dtype() -> None:
     torch.testing.assert_close(layer[0].weight.grad, expected, check_dtype=False)
 
 
-def test_it_can_be_explained() -> None:
-    fast = autostream.optimize(nn.Linear(4, 4), policy="sequential")
-    fast(torch.ones(2, 4)).sum().backward()
-    (report,) = fast.reports
-    assert [(part.half, part.model) for part in report.parts] == [("forward", "Linear"), ("backward", "Linear")]
-    assert "\n\nBackward\nmodel        Linear\n" in autostream.explain(fast)
-    forward, backward = json.loads(report.to_json())["parts"]
-    assert (forward["half"], forward["summary"]["width"]) == ("forward", 1)
-    assert (backward["half"], backward["summary"]["width"]) == ("backward", 2), "the weight's gradient and the bias'"
-
-
 class Counts(nn.Linear):
-    """Returns as many as there are numbers above zero."""
+    """Returns as many numbers as there are above zero in its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).sum() + torch.arange((x > 0).sum().item())  # type: ignore[call-overload, no-any-return]
 
 
 @pytest.mark.parametrize("back", [Tensor.sum, Tensor.mean, lambda y: (y * torch.ones_like(y)).sum()])
-def test_an_output_of_a_length_that_a_run_tells_has_the_plain_models_gradients(
+def test_an_output_whose_shape_depends_on_data(
     back: Callable[[Tensor], Tensor],
 ) -> None:
     torch.manual_seed(0)
@@ -858,7 +745,7 @@ def test_an_output_of_a_length_that_a_run_tells_has_the_plain_models_gradients(
 
 
 class Asks(nn.Module):
-    """Asks tensors for numbers, and writes to them afterwards."""
+    """Reads numbers from tensors, and writes to these afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -875,8 +762,8 @@ class Asks(nn.Module):
         return (hidden * scale * other[0].item()).tanh()
 
 
-@pytest.mark.parametrize("between", ["nothing", "a write", "a write that nobody counts", "another forward"])
-def test_a_backward_has_the_numbers_that_its_forward_had(between: str) -> None:
+@pytest.mark.parametrize("between", ["nothing", "a write", "a write without a version", "another forward"])
+def test_a_backward_uses_the_numbers_that_its_forward_read(between: str) -> None:
     torch.manual_seed(0)
     ours, theirs = Asks(), Asks()
     theirs.load_state_dict(ours.state_dict())
@@ -885,7 +772,7 @@ def test_a_backward_has_the_numbers_that_its_forward_had(between: str) -> None:
         loss = run(x).sum()
         if between == "a write":
             own.ema.add_(1)
-        elif between == "a write that nobody counts":
+        elif between == "a write without a version":
             own.ema.data.add_(1)
         elif between == "another forward":
             run(x)
@@ -894,11 +781,13 @@ def test_a_backward_has_the_numbers_that_its_forward_had(between: str) -> None:
     torch.testing.assert_close(ours.ema, theirs.ema)
 
 
-# What stays of a call
+# Memory
 
 
-def test_nothing_of_a_call_stays_when_its_outputs_go() -> None:
-    """Neither with a backward nor without one, and of the first call no more than of others."""
+def test_nothing_of_a_call_stays_when_its_outputs_are_freed() -> None:
+    """With a backward and without one, also of the first call. Graphs are freed with the model."""
+    gc.collect()
+    others = {id(graph) for graph in gc.get_objects() if type(graph) is CompiledGraph}
     fast = autostream.optimize(Chain().double(), policy="sequential")
     for backward in (True, True, False):
         x = t(5, 4)
@@ -910,24 +799,17 @@ def test_nothing_of_a_call_stays_when_its_outputs_go() -> None:
         del found, x
         gc.collect()
         assert not any(own() for own in held)
-
-
-def test_a_model_takes_its_graphs_along() -> None:
+    graphs = [ref(graph) for graph in gc.get_objects() if type(graph) is CompiledGraph and id(graph) not in others]
+    assert len(graphs) >= 2
+    del fast
     gc.collect()
-    others = {id(found) for found in gc.get_objects() if type(found) is CompiledGraph}
-    model = Chain().double()
-    fast = autostream.optimize(model, policy="sequential")
-    fast(t(5, 4))[2].sum().backward()
-    held = [ref(found) for found in gc.get_objects() if type(found) is CompiledGraph and id(found) not in others]
-    assert len(held) >= 2
-    weights = [ref(own) for own in model.parameters()]
-    del model, fast
-    gc.collect()
-    assert not any(own() for own in (*held, *weights))
+    assert not any(graph() for graph in graphs)
 
 
-def test_what_is_saved_stays_where_it_was_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured: unless another call comes before the backward. Then it is copied, and the backward is as ever."""
+def test_saved_activations_are_copied_only_if_another_forward_comes_before_the_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With captured graphs. Else they stay in the memory of the forward's graph."""
     Captures(monkeypatch)
     model = Net().double()
     fast = autostream.optimize(model, policy="sequential")
@@ -949,35 +831,11 @@ def test_what_is_saved_stays_where_it_was_computed(monkeypatch: pytest.MonkeyPat
     first.sum().backward()
 
 
-# Others who look on
-
-
-def test_hooks_of_saved_tensors_are_called() -> None:
-    """What is packed is elsewhere by the time of the backward."""
-    packed: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        packed.append(tensor)
-        return tensor.clone()
-
-    def body(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor.clone()):
-            found = fast(t(5, 4, seed=number))
-        found.sum().backward()
-        return found
-
-    fast = assert_trains_alike(dropout, body, policy="sequential")
-    assert packed
-    assert modes(fast) == {"forward and backward"}
-
-
-@pytest.mark.usefixtures("in_one_place")
-def test_so_they_are_where_what_is_saved_is_lent() -> None:
-    test_hooks_of_saved_tensors_are_called()
+# Threads
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_threads_have_gradients_of_their_own_calls(shared: bool, request: pytest.FixtureRequest) -> None:
+def test_threads_get_the_gradients_of_their_calls(shared: bool, request: pytest.FixtureRequest) -> None:
     if shared:
         request.getfixturevalue("in_one_place")
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).double()
@@ -990,23 +848,3 @@ def test_threads_have_gradients_of_their_own_calls(shared: bool, request: pytest
     found = in_threads(8, lambda number: [gradient(fast, number + 8 * turn) for turn in range(4)])
     for number, own in enumerate(found):
         close(own, [gradient(model, number + 8 * turn) for turn in range(4)])
-
-
-@pytest.mark.usefixtures("in_one_place")
-def test_evaluation_between_forward_and_backward_does_no_harm() -> None:
-    def body(fast: Any, model: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
-        found = fast(t(5, 4, seed=number))
-        with torch.no_grad():
-            seen = fast(t(5, 4, seed=9))
-        found.square().sum().backward()
-        return [found, seen]
-
-    fast = assert_trains_alike(Net, body, policy="sequential")
-    assert modes(fast) == {"forward and backward", "one stream"}
-
-
-def test_gradients_of_a_convolution_are_ops_of_their_own() -> None:
-    fast = autostream.optimize(nn.Sequential(*(nn.Conv2d(3, 3, 3) for _ in range(2))), policy="sequential")
-    fast(torch.ones(1, 3, 6, 6)).sum().backward()
-    ((_, backward),) = (report.parts for report in fast.reports)
-    assert sum("convolution_backward" in op.name for op in backward.graph.ops.values()) == 3
