@@ -1,4 +1,4 @@
-"""A model with schedules made by the stages themselves: no clock has a say, so they are the same each time.
+"""Reproducible schedules of a model: made by the stages themselves, with estimated costs.
 
 model ─▶ trace ─▶ fuse, if asked ─▶ analyze ─▶ price for an H200 ─▶ Planned ─▶ any schedule of it
 """
@@ -28,10 +28,10 @@ from autostream.scheduling.verify import verify
 from tests.semantics import scattered
 
 LEVELS = ("eager", "inductor")
-"""What one op is."""
+"""Levels of kernels."""
 
 STREAMED = {**POLICIES, "scattered": scattered}
-"""Policies by name; ``scattered`` has as many waits as there can be."""
+"""Policies by name; ``scattered`` has as many waits as possible."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Planned:
     """A program, its ops, and arguments for it.
 
     Attributes:
-        program: of a model that draws no random numbers.
+        program: of a model without random ops.
         graph: its ops and hazards.
-        arguments: of several calls, in the order of its placeholders; the model's own tensors are the same ones in all.
+        arguments: of several calls, in the order of its placeholders; the model's tensors are the same in all.
     """
 
     program: Program
@@ -50,7 +50,7 @@ class Planned:
 
     @property
     def bound(self) -> tuple[bool, ...]:
-        """Which arguments are the model's own."""
+        """Which arguments are the model's tensors."""
         return tuple(placeholder.role is not Role.INPUT for placeholder in self.program.placeholders)
 
     @property
@@ -59,7 +59,7 @@ class Planned:
         return not any(op.uncapturable for op in self.graph.ops.values())
 
     def schedule(self, policy: str, streams: int, *, captured: bool) -> Schedule:
-        """What a policy makes of it, with an arena where memory can be placed; verified."""
+        """The verified schedule of a policy, with an arena."""
         graph, profile = self.graph, profile_named("h200")
         pinned = frozenset[str]() if captured else graph.pinned
         assignment = STREAMED[policy](graph, price(graph, profile), profile, streams, pinned)
@@ -72,16 +72,16 @@ class Planned:
         return lower(self.program, self.graph, schedule)
 
     def run(self, lowered: fx.GraphModule, streams: int) -> FlatFunction:
-        """What runs a lowered graph of so many streams, without a CUDA graph."""
+        """A function that runs a lowered graph without a CUDA graph."""
         run = uncaptured(lowered, self.program.device, streams)
         return UncastRun(run) if self.program.level == "inductor" else run
 
     @torch.no_grad()
     def expected(self) -> tuple[tuple[Tensor, ...], ...]:
-        """What one stream computes, in the same kernels, for each call.
+        """The results of one stream with the same kernels, for each call.
 
         Raises:
-            AssertionError: not the same each time, or the same for different arguments: then nothing can be compared.
+            AssertionError: results are not reproducible, or equal for different arguments.
         """
         schedule = self.schedule("sequential", 1, captured=False)
         run = self.run(self.lowered(schedule), 1)
@@ -112,7 +112,7 @@ def same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 
 class Cells(nn.Module):
-    """Two cells in a row, as search for architectures finds them: whoever waits in the first is not at the end.
+    """Two cells in a row, as in architecture search: a wait in the first is not at the end of the schedule.
 
     x ─▶ cell ─▶ cell ─▶        cell: x ─┬▶ linear ─▶ relu ─╮
                                          ├▶ linear ─▶ tanh ─┼▶ sum

@@ -1,8 +1,7 @@
-"""Work beside autostream's that takes memory, fills it with NaN and gives it back, close to the limit.
+"""A thread that allocates memory, fills it with NaN and frees it, close to the limit, while autostream runs.
 
-The caching allocator hands a block on to whoever asks next on the stream that it was allocated on. So memory is taken
-on every stream that runs may use, side streams among them: a block that a run has given back too early, or that an
-output still needs, is soon full of NaN.
+The caching allocator reuses a freed block for the next allocation on the same stream. So this thread allocates on every
+stream that runs may use: a block that a run has freed too early is soon full of NaN.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ SIZES = (2**9, 2**14, 2**18, MIB, 4 * MIB, 24 * MIB)
 """Bytes: small blocks, and parts and wholes of the allocator's large ones."""
 
 BLOCKS = 12
-"""Of one turn."""
+"""Of one call of :func:`churn`."""
 
 
 def churn(device: torch.device, lane: Lane, most_bytes: int, choose: random.Random) -> int:
-    """Take blocks on a stream until they come to so much, fill them with NaN, and give them back in any order.
+    """Allocate blocks on a stream up to a size, fill them with NaN, and free them in random order.
 
     Returns:
-        What was taken, bytes; it may be less than asked for where there is no more.
+        The bytes that were allocated; fewer if there was no more memory.
     """
     taken: list[Tensor] = []
     with lane():
@@ -53,10 +52,10 @@ def churn(device: torch.device, lane: Lane, most_bytes: int, choose: random.Rand
 
 @contextmanager
 def pressure(device: torch.device, lanes: Sequence[Lane], most_bytes: int, seed: int = 0) -> Iterator[list[int]]:
-    """Meanwhile, a thread takes and gives back memory on each of these streams in turn.
+    """Let a thread allocate and free memory on each of these streams in turn.
 
     Yields:
-        What it has taken in each turn, bytes.
+        The bytes of each turn.
 
     Raises:
         Exception: what that thread raised, afterwards.
@@ -80,7 +79,7 @@ def pressure(device: torch.device, lanes: Sequence[Lane], most_bytes: int, seed:
 
 @contextmanager
 def limited(device: torch.device, room_bytes: int) -> Iterator[None]:
-    """Let the process take only so much of a GPU's memory on top of what it has; nothing on the CPU."""
+    """Limit the memory that the process may allocate on a GPU; no limit on the CPU."""
     if device.type == "cpu":
         yield
         return

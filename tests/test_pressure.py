@@ -1,4 +1,4 @@
-"""Memory is taken, spoilt and given back beside other work."""
+"""The thread that allocates memory and fills it with NaN."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from tests import pressure as module
-from tests.pressure import BLOCKS, SIZES, churn, limited, pressure
+from tests.pressure import BLOCKS, SIZES, churn, pressure
 
 CPU = torch.device("cpu")
 
 
-def test_no_more_is_taken_than_was_asked_for_and_all_of_it_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_allocated_than_allowed_and_all_of_it_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Tensor] = []
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: (taken.append(empty(*args, **kwargs)), taken[-1])[1])
@@ -26,28 +26,7 @@ def test_no_more_is_taken_than_was_asked_for_and_all_of_it_is_nan(monkeypatch: p
     assert all(bool(block.isnan().all()) for block in taken)
 
 
-def test_where_there_is_no_more_it_makes_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object, **__: object) -> Tensor:
-        raise torch.OutOfMemoryError("there is none")
-
-    monkeypatch.setattr(torch, "empty", refused)
-    assert churn(CPU, nullcontext, max(SIZES), random.Random(0)) == 0
-
-
-def test_it_goes_on_beside_other_work_and_then_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns: list[object] = []
-    monkeypatch.setattr(module, "churn", lambda device, lane, most, choose: (turns.append(lane), 7)[1])
-    lanes = [nullcontext, lambda: nullcontext()]
-    with limited(CPU, room_bytes=0), pressure(CPU, lanes, most_bytes=0) as taken:
-        while len(turns) < 4:
-            pass
-    count = len(turns)
-    assert turns[:4] == [*lanes, *lanes]
-    assert taken == [7] * count
-    assert len(turns) == count
-
-
-def test_what_goes_wrong_there_is_told_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_thread_are_raised_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: object) -> int:
         raise ZeroDivisionError
 
