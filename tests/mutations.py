@@ -1,17 +1,17 @@
-"""Mutation testing of schedules: whatever is changed about one, the verifier and the emulator know what is wrong.
+"""Mutation testing of schedules: the verifier and the emulator must find every mistake, and nothing else.
 
     python -m tests.mutations --graphs 1000 --schedules 10 --seed 0 --out mutations.json
 
-Every schedule of every graph is changed in one place, in every way there is of each kind (``scheduling/mistakes.py``):
+Each schedule is changed in one place, in all ways of each kind (``scheduling/mistakes.py``):
 
-    schedule ─▶ one change ─┬─▶ judge: is anything out of order, by brute force? ─╮
-                            ├─▶ verify: is it refused? ───────────────────────────┼─▶ they must agree
-                            ╰─▶ emulator: is a number wrong, in some order? ──────╯
+    schedule ─▶ one change ─┬─▶ oracle: is anything out of order, by brute force? ─╮
+                            ├─▶ verify: is it refused? ────────────────────────────┼─▶ they must agree
+                            ╰─▶ emulator: is a number wrong, in some order? ───────╯
 
-Random graphs are programs of kernels that hide nothing (``execution/random_kernels.py``), so what is refused must give
-wrong numbers, and what is not, right ones. Models of the zoo run with small images, on estimates for an H200; they are
-traced to ops of ATen, which have no arena: for those changes alone all their memory is taken to be free to place, and
-nothing is run. What a model's numbers forgive is listed by op.
+In random graphs of kernels (``runtime/random_kernels.py``) every mistake changes a number. Models of the zoo run with
+small images, on estimates for an H200, and a mistake may not change their numbers: such schedules are listed. Models
+are traced to ATen ops, which have no arena, so changes of the arena are only verified, as if all their storages were
+placeable.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from benchmarks import zoo
 from benchmarks.stamp import stamp
 from tests.runtime.programs import Case, random_assignment, same
 from tests.runtime.random_kernels import random_kernels
-from tests.scheduling.judge import Judge
+from tests.scheduling.brute_force import Oracle
 from tests.scheduling.mistakes import (
     with_a_release_advanced,
     with_a_release_at,
@@ -65,39 +65,39 @@ KINDS: Mapping[str, Callable[[OpGraph, Schedule], Iterator[Schedule]]] = {
     "neighbours swapped": lambda graph, plan: with_neighbours_swapped(plan),
     "storage moved": with_a_storage_moved,
 }
-"""What is changed, by name."""
+"""The kinds of changes, by name."""
 
 PLANS = (("critical_path", 3), ("path_cover", 4))
-"""Policies, and streams, by which models of the zoo are scheduled."""
+"""Policies and numbers of streams for models of the zoo."""
 
 PIXELS = 96
-"""The height and width of images, but for models that take one size only."""
+"""Height and width of images, except for models that take one size only."""
 
 ONE_SIZE = {"vit_b_16", "clip"}
 
 AS_IS = "as is"
 VERDICTS = ("accepted", "rejected")
 SYMPTOMS = ("right", "harmless", "wrong numbers", "not lowered", "crash")
-"""What verify says, and what may come of a run: lowering refuses as well what it cannot write down."""
+"""Results of the verifier, and of a run; lowering refuses some schedules as well."""
 
 ALL = sys.maxsize
 
 MORE_ORDERS = 200
-"""At random, for what is wrong and gave right numbers with each stream running ahead: some races take turns. What one
-stream writes and reads, and another writes and reads at the same place, is right if either is over before the other."""
+"""Random orders for a wrong schedule that gives right numbers with each stream running ahead: some races need more
+switches. Two streams that write and read the same bytes are right if either runs as a whole before the other."""
 
 MOST_FAULTS = 20
-"""Disagreements that are printed in full."""
+"""Disagreements to print in full."""
 
 
 @dataclass
 class Findings:
-    """What came of the changes so far.
+    """The results of all changes so far.
 
     Attributes:
-        counts: changes by kind and outcome; ``"as is"`` is the kind of schedules that are not changed.
-        faults: what must not be, with all that it takes to see it again.
-        forgiven: what the verifier refuses for a reason, though the numbers of a model happen to be right.
+        counts: changes by kind and outcome; ``"as is"`` is the kind of unchanged schedules.
+        faults: disagreements, with all that is needed to reproduce them.
+        forgiven: mistakes that the verifier refuses, though the numbers of a model happen to be right.
     """
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -121,15 +121,12 @@ class Emulated:
         self._case = case
         parts = {part: storage.name for storage in case.graph.storages.values() for part in storage.parts}
         written = {parts.get(name, name) for op in case.graph.ops.values() for name in op.writes}
-        self._written = [at for at, given in enumerate(case.program.placeholders) if given.storage in written]
+        self._written = [at for at, each in enumerate(case.program.placeholders) if each.storage in written]
         with rubbish_in_new_memory():
             self._results, self._after = case.expected()
 
     def symptom(self, graph: OpGraph, plan: Schedule, more: int = 0) -> str:
-        """What becomes of a schedule when each of its streams runs ahead once, then in so many more orders, at random.
-
-        It is ``""`` if all is right each time.
-        """
+        """What goes wrong when each stream runs ahead once, then in so many more random orders, or ``""``."""
         try:
             lowered = lower(self._case.program, graph, plan)
         except ScheduleError:
@@ -143,7 +140,7 @@ class Emulated:
             args[at] = args[at].clone()
         try:
             results = run_interleaved(lowered, args, seed)
-        except (RuntimeError, IndexError):  # an index that is poisoned
+        except (RuntimeError, IndexError):  # a poisoned index
             return "crash"
         right = same(results, self._results) and all(torch.equal(args[at], self._after[at]) for at in self._written)
         return "" if right else "wrong numbers"
@@ -151,7 +148,7 @@ class Emulated:
 
 @contextmanager
 def rubbish_in_new_memory() -> Iterator[None]:
-    """What is taken holds NaN, or the largest number, until it is written, and not what the run before left there."""
+    """New memory holds NaN, or the largest integer, until it is written, and not the results of the run before."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -160,10 +157,10 @@ def rubbish_in_new_memory() -> Iterator[None]:
 
 
 def is_harmless(graph: OpGraph, plan: Schedule) -> bool:
-    """Whether a schedule is wrong only in that a storage in the arena is taken while another one has its bytes.
+    """Whether the only mistake is that a storage in the arena is allocated while another one uses its bytes.
 
-    To the verifier that is an access like any other. But where memory is taken for ops to come, as for a matrix that
-    is filled part by part, nobody touches it yet.
+    To the verifier that is an access. But a storage that is allocated for later ops, like a matrix that is filled part
+    by part, is not read or written yet.
     """
     divided = {name for name, storage in graph.storages.items() if storage.parts}
     ops = {
@@ -171,11 +168,11 @@ def is_harmless(graph: OpGraph, plan: Schedule) -> bool:
         for op in graph.ops.values()
     }
     launches = tuple(replace(launch, releases=()) for launch in plan.launches)
-    return not Judge(replace(graph, ops=ops)).fault(replace(plan, launches=launches))
+    return not Oracle(replace(graph, ops=ops)).fault(replace(plan, launches=launches))
 
 
 def drawn(graph: OpGraph, plan: Schedule) -> str:
-    """A graph in program order, and a schedule in that of the host."""
+    """The ops of a graph and the launches of a schedule, as text."""
     ops = [
         f"  {op.name}: {_names(op.reads)} -> {_names(op.writes)}"
         + (f", allocates {_names(op.allocates)}" if op.allocates else "")
@@ -195,20 +192,20 @@ def _names(names: Any) -> str:
 
 
 def changes_of(graph: OpGraph, plan: Schedule, most: int, choose: Random) -> Mapping[str, Sequence[Schedule]]:
-    """Schedules with one change, by kind, in any order: all there are, or so many of each kind, drawn at random."""
+    """Schedules with one change, by kind, in random order: all, or a random sample of ``most`` of each kind."""
     return {kind: _sample(changed(graph, plan), most, choose) for kind, changed in KINDS.items()}
 
 
 def _sample(changes: Iterator[Schedule], most: int, choose: Random) -> Sequence[Schedule]:
-    """So many of what may be too much to be kept (Vitter 1985, algorithm R)."""
-    kept: list[Schedule] = []
+    """A random sample of a stream that may be too long to store (Vitter 1985, algorithm R)."""
+    sample: list[Schedule] = []
     for count, change in enumerate(changes, start=1):
         if count <= most:
-            kept.append(change)
-        elif (place := choose.randrange(count)) < most:
-            kept[place] = change
-    choose.shuffle(kept)
-    return kept
+            sample.append(change)
+        elif (index := choose.randrange(count)) < most:
+            sample[index] = change
+    choose.shuffle(sample)
+    return sample
 
 
 def attack(
@@ -221,22 +218,22 @@ def attack(
     runs: int,
     forgiving: bool = False,
 ) -> None:
-    """Hold what is said of schedules against what is true.
+    """Compare the oracle, the verifier and the emulator on schedules.
 
     Args:
-        findings: what to add to.
-        label: how to get these schedules again.
+        findings: the results to add to.
+        label: how to reproduce these schedules.
         graph: the ops.
         pinned: ops on stream 0.
-        changes: schedules by what was changed.
-        run: says what becomes of a schedule in the worst orders, and so many more; ``""`` if all is right.
-        runs: so many of each kind are run.
+        changes: schedules by kind of change.
+        run: what goes wrong with a schedule in the worst orders, and in so many more; ``""`` if nothing.
+        runs: how many of each kind to run.
         forgiving: whether numbers may be right by chance.
     """
-    judge = Judge(graph)
+    oracle = Oracle(graph)
     for kind, plans in changes.items():
         for number, plan in enumerate(plans):
-            fault, refused, outcome = judge.fault(plan), refusal(graph, plan, pinned), None
+            fault, refused, outcome = oracle.fault(plan), refusal(graph, plan, pinned), None
             verdict = "rejected" if refused else "accepted"
             findings.counts[kind, verdict] += 1
             if number < runs:
@@ -247,7 +244,7 @@ def attack(
             shown = bool(fault) if outcome is None else outcome != "right"
             if bool(fault) == bool(refused) == shown and not (refused and kind == AS_IS):
                 continue
-            said = f"judge: {fault or 'right'}, verify: {refused or 'right'}, run: {outcome}"
+            said = f"oracle: {fault or 'right'}, verify: {refused or 'right'}, run: {outcome}"
             if forgiving and fault and refused and kind != AS_IS:
                 findings.forgiven.append(f"{label}, {kind} {number}: {said}")
             else:
@@ -255,7 +252,7 @@ def attack(
 
 
 def attack_random(findings: Findings, seed: int, schedules: int, emulated: int) -> None:
-    """Attack random schedules of one random graph; all are run, and of so many all that is made of them as well."""
+    """Attack random schedules of one random graph; all are run, and all changes of the first ``emulated`` ones."""
     case = random_kernels(seed)
     emulation = Emulated(case)
     for number in range(schedules):
@@ -270,7 +267,7 @@ def attack_random(findings: Findings, seed: int, schedules: int, emulated: int) 
 
 
 def random_plan(graph: OpGraph, pinned: frozenset[str], choose: Random) -> Schedule:
-    """A right schedule that waits and keeps memory a little longer than it need: so not all changes are mistakes."""
+    """A correct schedule with some redundant waits and late releases, so that not all changes are mistakes."""
     assignment = random_assignment(graph, pinned, choose.randint(2, 4), choose)
     waiting = _with_idle_waits(synchronize(graph, assignment), choose)
     plan = place_releases(graph, place_storages(graph, waiting))
@@ -292,7 +289,7 @@ def _with_idle_waits(plan: Schedule, choose: Random) -> Schedule:
 
 
 def _partly_placeable(graph: OpGraph, choose: Random) -> OpGraph:
-    """The same graph, where half of the storages get a block of their own."""
+    """The same graph, where half of the storages are not placeable."""
     storages = {
         name: replace(storage, placeable=storage.placeable and choose.random() < 0.5)
         for name, storage in graph.storages.items()
@@ -301,7 +298,7 @@ def _partly_placeable(graph: OpGraph, choose: Random) -> OpGraph:
 
 
 def model_case(name: str) -> Case:
-    """A model of the zoo, with random weights and small images, traced and analysed."""
+    """A model of the zoo with random weights and small images, traced and analyzed."""
     workload = zoo.INFERENCE[name]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(zoo.SEED)
@@ -309,12 +306,12 @@ def model_case(name: str) -> Case:
     if name not in ONE_SIZE:
         args = tuple(x[..., :PIXELS, :PIXELS] if x.dim() == 4 else x for x in args)
     traced = trace(model, args)
-    held = tuple(tensor.detach() for tensor in traced.arguments(model, args))
-    return Case(traced.program, analyze(traced.program), held)
+    arguments = tuple(tensor.detach() for tensor in traced.arguments(model, args))
+    return Case(traced.program, analyze(traced.program), arguments)
 
 
 def attack_model(findings: Findings, name: str, case: Case, seed: int, most: int, runs: int) -> None:
-    """Attack what policies make of a model: ``most`` changes of each kind, of which ``runs`` are run as well."""
+    """Attack the schedules of a model: ``most`` changes of each kind, of which ``runs`` are run as well."""
     graph, profile, emulation = case.graph, profile_named("h200"), Emulated(case)
     free = replace(graph, storages={name: replace(s, placeable=True) for name, s in graph.storages.items()})
     for policy, streams in PLANS:
@@ -324,14 +321,14 @@ def attack_model(findings: Findings, name: str, case: Case, seed: int, most: int
         released, placed = place_releases(graph, waiting), place_storages(free, waiting)
         changes, run = dict(changes_of(graph, released, most, choose)), partial(emulation.symptom, graph)
         if released.streams == 1:
-            del changes["release advanced"]  # plain code has no releases: Python drops what is used no more
+            del changes["release advanced"]  # lowered code of one stream has no releases
         attack(findings, label, graph, graph.pinned, {AS_IS: [released], **changes}, run, runs, forgiving=True)
         moved = {"storage moved": changes_of(free, placed, most, choose)["storage moved"]}
         attack(findings, label, free, graph.pinned, {AS_IS: [placed]} | moved, run, 0)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Attack, print what came of it, and fail if anything was not as it must be."""
+    """Attack random graphs and models, print the results, and fail on any disagreement."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__.splitlines()[0])
     parser.add_argument("--graphs", type=int, default=1000, help="random graphs (default: 1000)")
     parser.add_argument("--schedules", type=int, default=10, help="random schedules of each (default: 10)")
@@ -350,30 +347,27 @@ def main(argv: list[str] | None = None) -> int:
     for seed in range(options.seed, options.seed + options.graphs):
         attack_random(graphs, seed, options.schedules, options.emulated)
         if seed % 50 == 49:
-            _tell(f"{seed - options.seed + 1} graphs", graphs, start)
+            _print_progress(f"{seed - options.seed + 1} graphs", graphs, start)
     settings = {name: value for name, value in vars(options).items() if name not in ("out", "models")}
     summary = {"schema": 1, "stamp": now, **settings, "random": _summary(graphs, start), "ops": {}}
-    between = time.perf_counter()
+    start_of_models = time.perf_counter()
     for name in options.models:
         case = model_case(name)
         attack_model(models, name, case, options.seed, options.most, options.runs)
-        _tell(f"{name}, {len(case.graph.ops)} ops", models, between)
+        _print_progress(f"{name}, {len(case.graph.ops)} ops", models, start_of_models)
         summary["ops"][name] = len(case.graph.ops)
-        options.out.write_text(json.dumps({**summary, "models": _summary(models, between)}, indent=1) + "\n")
-    options.out.write_text(json.dumps({**summary, "models": _summary(models, between)}, indent=1) + "\n")
-    for what, findings in (("Random graphs", graphs), ("Models", models)):
-        print(f"{what}\n\n{table(findings)}\n")
+        options.out.write_text(json.dumps({**summary, "models": _summary(models, start_of_models)}, indent=1) + "\n")
+    options.out.write_text(json.dumps({**summary, "models": _summary(models, start_of_models)}, indent=1) + "\n")
+    for title, findings in (("Random graphs", graphs), ("Models", models)):
+        print(f"{title}\n\n{table(findings)}\n")
         print("\n\n".join([*findings.forgiven, *findings.faults[:MOST_FAULTS]]))
     return 1 if graphs.faults or models.faults else 0
 
 
-def _tell(what: str, findings: Findings, start: float) -> None:
+def _print_progress(title: str, findings: Findings, start: float) -> None:
     seconds = time.perf_counter() - start
-    print(f"{what}: {_changes(findings)} changes, {len(findings.faults)} faults, {seconds:.0f} s", file=sys.stderr)
-
-
-def _changes(findings: Findings) -> int:
-    return sum(count for (_, outcome), count in findings.counts.items() if outcome in VERDICTS)
+    changes = sum(count for (_, outcome), count in findings.counts.items() if outcome in VERDICTS)
+    print(f"{title}: {changes} changes, {len(findings.faults)} faults, {seconds:.0f} s", file=sys.stderr)
 
 
 def _summary(findings: Findings, start: float) -> dict[str, Any]:
@@ -383,7 +377,7 @@ def _summary(findings: Findings, start: float) -> dict[str, Any]:
 
 
 def table(findings: Findings) -> str:
-    """Kinds of changes, what the verifier said of them, and what came of those that were run, in Markdown."""
+    """The number of changes by kind and outcome, in Markdown."""
     heads = [*VERDICTS, *(f"{verdict}, {symptom}" for verdict in VERDICTS for symptom in SYMPTOMS)]
     heads = [head for head in heads if any(outcome == head for _, outcome in findings.counts)]
     rows = [[kind, *(findings.counts[kind, head] for head in heads)] for kind in (AS_IS, *KINDS)]

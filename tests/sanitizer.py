@@ -1,14 +1,13 @@
-"""PyTorch's stream sanitizer over schedules that run without a CUDA graph.
+"""PyTorch's CUDA stream sanitizer, run on schedules that are not captured as CUDA graphs.
 
     python -m tests.sanitizer --models googlenet towers8 --kernels eager --removed 20
 
-It watches ops go through the dispatcher and events as they are recorded and waited for, and reports two accesses to one
-address that nothing orders. So it sees ops of ATen. It does not see what Triton kernels read and write, nor replays of
-CUDA graphs; and since it knows tensors by the address of their first element, accesses to memory that overlaps but
-starts elsewhere do not meet. Where there is no GPU (``--device cpu``), lanes are only numbers, and the same sanitizer
-is told of them.
+It observes ops in the dispatcher, and events as they are recorded and waited for, and reports two accesses to one
+address without an order. So it sees ATen ops, but not the accesses of Triton kernels, nor replays of CUDA graphs. As it
+identifies tensors by the address of their first element, it misses overlapping accesses that start at different
+addresses. Without a GPU (``--device cpu``), streams are only numbers that are reported to the same sanitizer.
 
-Its callbacks stay for the life of a process, which is therefore one of its own.
+Its callbacks stay registered for the life of the process, so it runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from benchmarks.zoo import INFERENCE, prepare
 from tests.planned import LEVELS, STREAMED, Planned, copied, planned
 from tests.scheduling.mistakes import without_a_wait
 
-_LOOKS = {
+_VIEWS = {
     *(torch.ops.aten._unsafe_view.default, torch.ops.aten.set_.source_Storage_storage_offset),
     torch.ops.inductor._reinterpret_tensor.default,
 }
-"""Views whose schemas do not say so: no kernel is launched, and nothing is read or written."""
+"""Views whose schemas do not say so: they launch no kernel, and read and write nothing."""
 
 
 class Sanitizer(csan.CUDASanitizerDispatchMode):
-    """PyTorch's, that knows these views, and leaves out what has no memory."""
+    """PyTorch's sanitizer, without accesses of views and of tensors without memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op and look at what it reads and writes."""
@@ -53,47 +52,47 @@ class Sanitizer(csan.CUDASanitizerDispatchMode):
         return StreamRun(lowered, planned.program.device)(*tensors)
 
     def settle(self) -> None:
-        """Let all that has happened come before all that will."""
+        """Wait for all work so far."""
         torch.cuda.synchronize()
 
 
 class EmulatedSanitizer(TorchDispatchMode):
-    """The same for lanes that are only numbers, and tensors on the CPU.
+    """The same for emulated streams, which are only numbers, and tensors on the CPU.
 
-    Nobody tells of memory on the CPU that is used again, so until all is settled none is.
+    The sanitizer does not see memory on the CPU being reused, so none is freed until all work is over.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.event_handler = csan.EventHandler()
-        self.lane = 0
-        self._kept: list[Any] = []
+        self.stream = 0
+        self._outputs: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op and look at what it reads and writes."""
         accesses = _Accesses("cpu")
         outputs = accesses.run(func, args, kwargs or {})
-        self._kept.append(outputs)
-        accesses.report(self.event_handler, self.lane, func)
+        self._outputs.append(outputs)
+        accesses.report(self.event_handler, self.stream, func)
         return outputs
 
     def run(self, planned: Planned, lowered: fx.GraphModule, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Run a lowered graph in the order of the host."""
-        outputs: Sequence[Tensor | None] = _OnLanes(lowered, self).run(*tensors, enable_io_processing=False)
+        outputs: Sequence[Tensor | None] = _EmulatedStreams(lowered, self).run(*tensors, enable_io_processing=False)
         return outputs
 
     def settle(self) -> None:
-        """Let all that has happened come before all that will; memory may be used again from here on."""
+        """Wait for all work so far; its memory may be reused from here on."""
         self.event_handler._handle_device_synchronization()
-        self._kept.clear()
-        self.lane = 0
+        self._outputs.clear()
+        self.stream = 0
 
 
 class _Accesses(csan.ArgumentHandler):
-    """What an op reads and writes of tensors on one kind of device.
+    """The accesses of an op to tensors on one kind of device.
 
-    Tensors without memory are left out. PyTorch's tells them apart by the addresses of Python's objects, which one
-    has after the other: an empty mask of dropout here, an empty reserve of a norm there.
+    Tensors without memory, like an empty mask of dropout, are left out: PyTorch's handler identifies them by the
+    addresses of their Python objects, which are reused.
     """
 
     def __init__(self, device: str) -> None:
@@ -101,20 +100,20 @@ class _Accesses(csan.ArgumentHandler):
         self._device = device
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op."""
-        if func in _LOOKS or func is torch.ops.aten.record_stream.default:
+        """Run an op and record its accesses."""
+        if func in _VIEWS or func is torch.ops.aten.record_stream.default:
             return func(*args, **kwargs)
-        makes = bool(csan.FACTORY_FUNCTION_REGEX.match(func._schema.name))
-        self.parse_inputs(func._schema, args, kwargs, is_factory=makes)
+        creates = bool(csan.FACTORY_FUNCTION_REGEX.match(func._schema.name))
+        self.parse_inputs(func._schema, args, kwargs, is_factory=creates)
         outputs = func(*args, **kwargs)
-        self.parse_outputs(func._schema, outputs, is_factory=makes)
+        self.parse_outputs(func._schema, outputs, is_factory=creates)
         return outputs
 
-    def report(self, handler: csan.EventHandler, lane: int, func: Any) -> None:
-        """Tell of it as of a launch on a lane; raises what was found."""
+    def report(self, handler: csan.EventHandler, stream: int, func: Any) -> None:
+        """Report them as a launch on a stream; raises if they race with others."""
         written, read = self.dataptrs_written, self.dataptrs_read - self.dataptrs_written
         named = (self.outputs, func._schema, self.tensor_aliases)
-        if self.tensor_aliases and (errors := handler._handle_kernel_launch(lane, read, written, *named)):
+        if self.tensor_aliases and (errors := handler._handle_kernel_launch(stream, read, written, *named)):
             raise csan.CUDASanitizerErrors(errors)
 
     def _handle_argument(
@@ -131,8 +130,8 @@ class _Accesses(csan.ArgumentHandler):
             self.outputs.add(address)
 
 
-class _OnLanes(fx.Interpreter):
-    """Tells a sanitizer of lanes and events."""
+class _EmulatedStreams(fx.Interpreter):
+    """Reports streams and events to a sanitizer."""
 
     def __init__(self, lowered: fx.GraphModule, sanitizer: EmulatedSanitizer) -> None:
         super().__init__(lowered)
@@ -143,7 +142,7 @@ class _OnLanes(fx.Interpreter):
         if target in (streams.fork, streams.release):
             return None
         if target is streams.use:
-            self._sanitizer.lane = args[1]
+            self._sanitizer.stream = args[1]
         elif target is streams.record:
             self._events += 1
             syncs._handle_event_record(self._events, args[1])
@@ -160,17 +159,17 @@ AnySanitizer = Sanitizer | EmulatedSanitizer
 
 @torch.no_grad()
 def finding(sanitizer: AnySanitizer, planned: Planned, schedule: Schedule) -> str:
-    """What the sanitizer says of a run of a schedule, its first line, or ``""``.
+    """The first race that the sanitizer reports in a run of a schedule, or ``""``.
 
-    The caller's stream writes the inputs right before, and reads the outputs right after: fork and join are looked at
-    as all other waits are.
+    The caller's stream writes the inputs right before and reads the outputs right after, so waits for fork and join are
+    checked like others.
     """
-    lowered, given = planned.lowered(schedule), planned.arguments[0]
+    lowered, arguments = planned.lowered(schedule), planned.arguments[0]
     roles = [placeholder.role for placeholder in planned.program.placeholders]
     sanitizer.settle()
     try:
         with sanitizer, without_autocast(planned.program.level):
-            tensors = [t.clone() if role is Role.INPUT else t for t, role in zip(given, roles, strict=True)]
+            tensors = [t.clone() if role is Role.INPUT else t for t, role in zip(arguments, roles, strict=True)]
             copied(sanitizer.run(planned, lowered, tensors))
     except csan.CUDASanitizerErrors as found:
         return " ".join(str(found.errors[0]).split())[:200]
@@ -180,23 +179,23 @@ def finding(sanitizer: AnySanitizer, planned: Planned, schedule: Schedule) -> st
 
 
 def without_some_waits(schedule: Schedule, most: int) -> Iterator[Schedule]:
-    """Schedules that lack one wait each: so many, from all over the schedule."""
+    """At most so many schedules that lack one wait each, spread evenly over the schedule."""
     changed = list(without_a_wait(schedule))
     yield from changed[:: max(1, -(-len(changed) // most))] if most else ()
 
 
 def checked(sanitizer: AnySanitizer, planned: Planned, schedule: Schedule, most: int) -> dict[str, Any]:
-    """What the sanitizer says of a schedule, and of how many of those that lack a wait it says something."""
+    """The finding for a schedule, and for how many schedules that lack a wait there is one."""
     before = sanitizer.event_handler.seq_num
-    said = finding(sanitizer, planned, schedule)
+    found = finding(sanitizer, planned, schedule)
     seen = sanitizer.event_handler.seq_num - before
     removed = [bool(finding(sanitizer, planned, broken)) for broken in without_some_waits(schedule, most)]
     shape = {"streams": schedule.streams, "ops": len(schedule.launches), "waits": schedule.wait_count}
-    return {**shape, "launches_seen": seen, "removed": len(removed), "reported": sum(removed), "finding": said}
+    return {**shape, "launches_seen": seen, "removed": len(removed), "reported": sum(removed), "finding": found}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Sanitize models, one line of JSON for each schedule; fails on findings, and where it turns out to be blind."""
+    """Sanitize models, one line of JSON for each schedule; fails on a finding, or if a removed wait is not found."""
     parser = argparse.ArgumentParser(prog="python -m tests.sanitizer", description=main.__doc__)
     parser.add_argument("--device", default="cuda", help="where to run (default: cuda)")
     parser.add_argument("--models", nargs="*", default=list(INFERENCE), choices=INFERENCE, help="default: all")
@@ -204,30 +203,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policies", nargs="*", default=["critical_path"], choices=STREAMED, help="how to schedule")
     parser.add_argument("--streams", nargs="*", type=int, default=[3, 4], help="over how many (default: 3 4)")
     parser.add_argument("--removed", type=int, default=0, help="waits of each schedule to remove in turn (default: 0)")
-    asked = parser.parse_args(argv)
-    device, failed = torch.device(asked.device), False
+    options = parser.parse_args(argv)
+    device, failed = torch.device(options.device), False
     dtype = torch.float32 if device.type == "cpu" else torch.float16
     sanitizer = EmulatedSanitizer() if device.type == "cpu" else Sanitizer()
-    for name in asked.models:
+    for name in options.models:
         subject = prepare(INFERENCE[name], 1, device, dtype)
-        for level in asked.kernels:
+        for level in options.kernels:
             model = planned(subject.model, [subject.args], level)
             _warm(model)
-            for policy in asked.policies:
-                for count in asked.streams:
+            for policy in options.policies:
+                for count in options.streams:
                     schedule = model.schedule(policy, count, captured=False)
-                    result = checked(sanitizer, model, schedule, asked.removed)
-                    known = {"model": name, "kernels": level, "policy": policy, **result}
+                    result = checked(sanitizer, model, schedule, options.removed)
+                    line = {"model": name, "kernels": level, "policy": policy, **result}
                     unreported = result["removed"] > 0 == result["reported"]
                     blind = level == "eager" and (unreported or not result["launches_seen"])
                     failed = failed or bool(result["finding"]) or blind
-                    print(json.dumps(known), flush=True)
+                    print(json.dumps(line), flush=True)
     return int(failed)
 
 
 @torch.no_grad()
 def _warm(planned: Planned) -> None:
-    """Libraries choose algorithms in a first run, and touch more then."""
+    """Run once: libraries choose algorithms in a first run, with more accesses."""
     planned.run(planned.lowered(planned.schedule("sequential", 1, captured=False)), 1)(*planned.arguments[0])
 
 

@@ -1,4 +1,4 @@
-"""The stream sanitizer, told of lanes that are only numbers: it reports what lacks a wait, and nothing else."""
+"""The stream sanitizer on emulated streams reports each missing wait, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.sanitizer import EmulatedSanitizer, checked, finding, main, without_s
 from tests.scheduling.mistakes import without_a_wait
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cells() -> Planned:
     return planned(Cells(), [(torch.randn(4, 8),)])
 
 
 @pytest.mark.parametrize("policy", ["critical_path", "scattered"])
-def test_each_wait_that_is_missing_is_reported_and_else_nothing(cells: Planned, policy: str) -> None:
-    """Those of fork and join among them: the caller writes inputs before, and reads outputs after."""
+def test_each_missing_wait_is_reported_and_nothing_else(cells: Planned, policy: str) -> None:
+    """Including those for fork and join: the caller writes inputs before, and reads outputs after."""
     schedule = cells.schedule(policy, 3, captured=False)
     assert schedule.streams == 3
     result = checked(EmulatedSanitizer(), cells, schedule, most=1000)
@@ -31,19 +31,19 @@ def test_each_wait_that_is_missing_is_reported_and_else_nothing(cells: Planned, 
     assert result["launches_seen"] > result["ops"] == len(cells.graph.ops)
 
 
-def test_what_was_reported_is_over_when_the_next_run_begins(cells: Planned) -> None:
+def test_a_race_is_not_reported_for_the_next_run(cells: Planned) -> None:
     sanitizer, schedule = EmulatedSanitizer(), cells.schedule("scattered", 3, captured=False)
-    for broken in without_a_wait(schedule):
+    for broken in without_some_waits(schedule, 3):
         assert "possible data race" in finding(sanitizer, cells, broken)
         assert not finding(sanitizer, cells, schedule)
 
 
 @pytest.mark.parametrize(("elements", "reported"), [(0, False), (1, True)])
-def test_what_has_no_memory_cannot_be_raced_for(elements: int, reported: bool) -> None:
+def test_tensors_without_memory_have_no_races(elements: int, reported: bool) -> None:
     sanitizer = EmulatedSanitizer()
     with sanitizer, pytest.raises(csan.CUDASanitizerErrors) if reported else nullcontext():
         x = torch.zeros(elements)
-        sanitizer.lane = 1
+        sanitizer.stream = 1
         x.add_(1)
 
 
@@ -58,16 +58,15 @@ class Halves(nn.Module):
         return y[:2].cos() * y[2:].exp()
 
 
-def test_memory_that_overlaps_but_begins_elsewhere_escapes_it() -> None:
-    """What is read of the first half is where the writing began; of the second, it is not."""
+def test_accesses_that_overlap_but_start_at_different_addresses_are_missed() -> None:
+    """A read of the first half starts where the write did, a read of the second half does not."""
     halves = planned(Halves(), [(torch.randn(4),)])
-    schedule = halves.schedule("scattered", 3, captured=False)
-    result = checked(EmulatedSanitizer(), halves, schedule, most=1000)
+    result = checked(EmulatedSanitizer(), halves, halves.schedule("scattered", 3, captured=False), most=1000)
     assert not result["finding"]
     assert 0 < result["reported"] < result["removed"]
 
 
-def test_some_waits_are_from_all_over_a_schedule(cells: Planned) -> None:
+def test_some_waits_are_spread_over_the_schedule(cells: Planned) -> None:
     schedule = cells.schedule("scattered", 3, captured=False)
     assert schedule.wait_count > 5
     assert list(without_some_waits(schedule, 0)) == []
@@ -77,18 +76,17 @@ def test_some_waits_are_from_all_over_a_schedule(cells: Planned) -> None:
     assert some[0] == next(without_a_wait(schedule))
 
 
-def test_the_command_says_what_it_saw(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--device", "cpu", "--models", "towers8", "--kernels", "eager", "--streams", "3", "--removed", "2"]
-    assert main(arguments) == 0
+def test_the_command_prints_findings_and_fails_on_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--device", "cpu", "--models", "towers8", "--kernels", "eager", "--streams", "3"]
+    assert main([*arguments, "--removed", "2"]) == 0
     line = json.loads(capsys.readouterr().out)
     assert (line["model"], line["kernels"], line["policy"], line["streams"]) == ("towers8", "eager", "critical_path", 3)
     assert line["finding"] == ""
     assert line["reported"] == line["removed"] > 0
-
-
-def test_the_command_fails_on_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = Planned.schedule
+    schedule = Planned.schedule
     monkeypatch.setattr(
-        Planned, "schedule", lambda *args, **kwargs: [*without_a_wait(s := lacking(*args, **kwargs)), s][0]
+        Planned, "schedule", lambda *args, **options: [*without_a_wait(s := schedule(*args, **options)), s][0]
     )
-    assert main(["--device", "cpu", "--models", "towers8", "--kernels", "eager", "--streams", "3"]) == 1
+    assert main(arguments) == 1

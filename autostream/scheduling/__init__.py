@@ -1,16 +1,18 @@
-"""From a graph and its costs to a schedule: pure functions of immutable values, without torch and without a device.
+"""Scheduling: from a graph and its costs to a schedule, by pure functions that need neither torch nor a device.
 
-structure                                what the graph allows: bottom levels, critical path, width, branches
+structure                                OpGraph ─▶ bounds of every schedule: critical path, width, branches
 policies/                                OpGraph, Costs ─▶ Assignment (which stream, in which order)
 coarsen                                  OpGraph, Costs ─▶ chains of short ops, which no policy splits
 synchronize                              Assignment ─▶ Schedule (where streams wait)
 releases                                 Schedule ─▶ Schedule (where memory is released; waits that save memory)
-lifetimes                                Schedule ─▶ what is over before each launch, when each storage is in use
-postpone                                 Schedule, Timeline ─▶ Assignment (what takes memory is launched later)
+lifetimes                                Schedule ─▶ what is over before each launch, and when storages are in use
+postpone                                 Schedule, Timeline ─▶ Assignment (launched later, to save memory)
 arena                                    Schedule ─▶ Schedule (the offset of each storage in one block of memory)
 verify                                   Schedule ─▶ nothing, or ScheduleError; shares no code with the above
 simulate                                 Schedule ─▶ Timeline
-losses, overlap                          Schedule ─▶ where its time goes; Timeline ─▶ what runs beside what
-peak                                     Schedule or Timeline ─▶ bytes
+losses                                   Schedule ─▶ what each cause adds to its time
+overlap                                  Timeline ─▶ which ops run at the same time
+peak                                     Schedule or Timeline ─▶ bytes of memory
 check                                    Costs ─▶ nothing, or CostError
+cut                                      OpGraph ─▶ parts that CUDA graphs can hold, and parts between them
 """

@@ -95,15 +95,15 @@ def demands(timeline: Timeline, costs: Costs) -> tuple[Demand, ...]:
     slices = [s for s in timeline.slices if s.op in costs and s.end_us > s.start_us]
     steps = [(s.start_us, s.op, True) for s in slices] + [(s.end_us, s.op, False) for s in slices]
     running: dict[str, None] = {}
-    found: dict[float, Demand] = {}
+    at_time: dict[float, Demand] = {}
     for at_us, op, starts in sorted(steps):
         if starts:
             running[op] = None
         else:
             del running[op]
         now = [costs[name] for name in running]
-        found[at_us] = Demand(at_us, sum(cost.sm_share for cost in now), sum(cost.bandwidth_share for cost in now))
-    return tuple(found.values())
+        at_time[at_us] = Demand(at_us, sum(cost.sm_share for cost in now), sum(cost.bandwidth_share for cost in now))
+    return tuple(at_time.values())
 
 
 def _overlaps(timeline: Timeline) -> list[Overlap]:

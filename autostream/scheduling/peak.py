@@ -103,7 +103,7 @@ def pools(graph: OpGraph, schedule: Schedule) -> tuple[Pool, ...]:
         >>> pools(graph, Schedule("mine", 1, launches, arena=Arena(512, {"a": 0, "b": 0})))
         (Pool(stream=-1, bytes=512, live=('a',)),)
     """
-    found = []
+    pools = []
     for stream, allocations in _allocations_by_pool(graph, schedule).items():
         used = _bytes_by_launch(graph, allocations)
         most = max(used)
@@ -111,8 +111,8 @@ def pools(graph: OpGraph, schedule: Schedule) -> tuple[Pool, ...]:
         live = [each for each in allocations if each.first <= fullest <= each.last]
         live.sort(key=lambda each: (-graph.storages[each.storage].bytes, each.first, each.storage))
         size = schedule.arena.bytes if stream == ARENA else most
-        found.append(Pool(stream, size, tuple(each.storage for each in live)))
-    return tuple(sorted(found, key=lambda pool: -pool.bytes))
+        pools.append(Pool(stream, size, tuple(each.storage for each in live)))
+    return tuple(sorted(pools, key=lambda pool: -pool.bytes))
 
 
 def _bytes_by_launch(graph: OpGraph, allocations: Sequence[_Allocation]) -> Sequence[int]:

@@ -58,10 +58,10 @@ def place_releases(graph: OpGraph, schedule: Schedule) -> Schedule:
     for storage, allocating in _allocating_streams(graph, schedule).items():
         accesses = sorted([position[op] for op in graph.users[storage]])
         last = {launches[at].stream: at for at in accesses}  # it implies the earlier ones on the same stream
-        own = streams[allocating]
-        safe = max([own.first_after(stream, at, stream == allocating) for stream, at in last.items()])
-        if safe < len(own.positions):
-            releases[own.positions[safe]].append(storage)
+        launched_there = streams[allocating]
+        safe = max([launched_there.first_after(stream, at, stream == allocating) for stream, at in last.items()])
+        if safe < len(launched_there.positions):
+            releases[launched_there.positions[safe]].append(storage)
     released = [Launch(one.op, one.stream, one.waits, tuple(releases.get(at, ()))) for at, one in enumerate(launches)]
     return replace(schedule, launches=tuple(released))
 
@@ -73,9 +73,9 @@ class _StreamLaunches:
     positions: list[int] = field(default_factory=list)
     clocks: list[Clock] = field(default_factory=list)
 
-    def first_after(self, stream: int, position: int, own: bool) -> int:
+    def first_after(self, stream: int, position: int, same_stream: bool) -> int:
         """Index of the first launch after which the one at ``position`` on ``stream`` is over, or their number."""
-        if own:
+        if same_stream:
             return bisect_left(self.positions, position)
         return bisect_left(self.clocks, position, key=itemgetter(stream))
 
@@ -172,9 +172,9 @@ def wait_for_memory(
         wanted = dict.fromkeys([*(op for op in launch.waits if op != FORK), *added.values()])
         fork = [FORK] if FORK in launch.waits else []
         launches.append(replace(launch, waits=(*fork, *needed(wanted, latest[launch.stream]))))
-        own = launched[launch.stream]
-        clock[launch.stream] = len(own.ops)
-        own.append(launch.op, end[launch.op], freed[launch.op])
+        here = launched[launch.stream]
+        clock[launch.stream] = len(here.ops)
+        here.append(launch.op, end[launch.op], freed[launch.op])
         latest[launch.stream] = clock_of[launch.op] = clock
     return replace(schedule, launches=tuple(launches), join_waits=needed(schedule.join_waits, latest[0]))
 

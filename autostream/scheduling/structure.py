@@ -107,13 +107,13 @@ def cuts(graph: OpGraph) -> tuple[str, ...]:
     earliest_reach = [count] * (count + 1)
     for at in reversed(range(count)):
         earliest_reach[at] = min(earliest_reach[at + 1], nearest_predecessor[at])
-    found = []
+    ops = []
     latest_reach = -1
     for at, name in enumerate(graph.ops):
         if latest_reach <= at <= earliest_reach[at + 1]:
-            found.append(name)
+            ops.append(name)
         latest_reach = max(latest_reach, min(successors[at], default=count))
-    return tuple(found)
+    return tuple(ops)
 
 
 def regions(graph: OpGraph) -> tuple[Region, ...]:
@@ -129,8 +129,8 @@ def regions(graph: OpGraph) -> tuple[Region, ...]:
             fork = name
         else:
             inner[fork].append(name)
-    found = (Region(fork, join, _branches(graph, inner[fork])) for fork, join in pairwise(bounds))
-    return tuple(region for region in found if len(region.branches) > 1)
+    regions = (Region(fork, join, _branches(graph, inner[fork])) for fork, join in pairwise(bounds))
+    return tuple(region for region in regions if len(region.branches) > 1)
 
 
 def _branches(graph: OpGraph, names: list[str]) -> tuple[tuple[str, ...], ...]:

@@ -1,13 +1,14 @@
-"""What a correct schedule is, written down as slowly and plainly as possible, to judge the fast code by."""
+"""What a correct schedule is, by brute force, and random graphs and schedules, to test the fast code against."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import combinations
 
 import networkx as nx
+import numpy as np
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from autostream.ir import (
     FORK,
@@ -26,6 +27,7 @@ from autostream.ir import (
 from autostream.scheduling.verify import ALIGNMENT
 
 Pair = tuple[str, str]
+Matrix = NDArray[np.bool_]
 
 
 def conflicts(graph: OpGraph) -> list[Dependency]:
@@ -46,7 +48,7 @@ def conflicts(graph: OpGraph) -> list[Dependency]:
 
 
 def in_parts(graph: OpGraph, names: Iterable[str]) -> frozenset[str]:
-    """What an op names, with all parts in the place of a storage that has some."""
+    """These names, with each storage that has parts replaced by its parts."""
     storages = graph.storages
     return frozenset(part for name in names for part in (name in storages and storages[name].parts) or (name,))
 
@@ -68,7 +70,7 @@ def wait_edges(schedule: Schedule) -> set[Pair]:
 
 
 def required_edges(graph: OpGraph) -> set[Pair]:
-    """What must come before what, whatever the streams."""
+    """Every pair of points that any schedule must order."""
     pairs = {(conflict.before, conflict.after) for conflict in conflicts(graph)}
     return pairs | {(FORK, op) for op in graph.ops} | {(op, JOIN) for op in graph.ops} | {(FORK, JOIN)}
 
@@ -81,35 +83,6 @@ def happens_before(schedule: Schedule) -> set[Pair]:
     return closure(stream_edges(schedule.launches) | wait_edges(schedule))
 
 
-def waits_are_legal(schedule: Schedule) -> bool:
-    """Whether each wait is for something launched earlier, on another stream."""
-    points = [Launch(FORK, 0), *schedule.launches, Launch(JOIN, 0, schedule.join_waits)]
-    return all(
-        any(earlier.op == producer and earlier.stream != point.stream for earlier in points[:at])
-        for at, point in enumerate(points)
-        for producer in point.waits
-    )
-
-
-def is_covered(graph: OpGraph, schedule: Schedule) -> bool:
-    """Whether waits are legal and everything that must keep its order does."""
-    return waits_are_legal(schedule) and required_edges(graph) <= happens_before(schedule)
-
-
-def is_safe_release(graph: OpGraph, schedule: Schedule, storage: str, position: int) -> bool:
-    """Whether whoever allocates next on the storage's own stream comes after all that ever touches the storage."""
-    before = happens_before(schedule)
-    launched = schedule.launches[: position + 1]
-    home = next(schedule.stream_of[op.name] for op in graph.ops.values() if storage in op.allocates)
-    behind = [launch.op for launch in launched if launch.stream == home]
-    return all(
-        op.name in {launch.op for launch in launched}
-        and any(op.name == end or (op.name, end) in before for end in behind)
-        for op in graph.ops.values()
-        if not in_parts(graph, [storage]).isdisjoint(in_parts(graph, op.reads | op.writes))
-    )
-
-
 def is_releasable(storage: Storage) -> bool:
     return storage.role is Role.INTERMEDIATE and not storage.escapes
 
@@ -118,31 +91,110 @@ def is_placeable(storage: Storage) -> bool:
     return is_releasable(storage) and storage.placeable
 
 
-def is_safe_arena(graph: OpGraph, schedule: Schedule) -> bool:
-    """Whether each storage may be where it is, and any two with a byte in common are used one after the other."""
-    arena, storages, before = schedule.arena, graph.storages, happens_before(schedule)
-    blocks = {name: set(range(at, at + storages[name].bytes)) for name, at in arena.offsets.items()}
-    users = {
-        name: {op.name for op in graph.ops.values() if in_parts(graph, [name]) & in_parts(graph, op.reads | op.writes)}
-        for name in blocks
-    }
-    return all(
-        is_placeable(storages[name]) and at % ALIGNMENT == 0 and blocks[name] <= set(range(arena.bytes))
-        for name, at in arena.offsets.items()
-    ) and all(
-        not blocks[a] & blocks[b]
-        or all((x, y) in before for x in users[a] for y in users[b])
-        or all((y, x) in before for x in users[a] for y in users[b])
-        for a, b in combinations(blocks, 2)
-    )
+class Oracle:
+    """Finds what is wrong with schedules of one graph, in which each op is launched once on an existing stream.
+
+    It shares no code with the verifier: happens-before is one matrix of booleans, and everything is compared with
+    everything. Points are numbered: the fork, the ops in program order, the join.
+    """
+
+    def __init__(self, graph: OpGraph) -> None:
+        self._graph = graph
+        self._number = {point: at for at, point in enumerate((FORK, *graph.ops, JOIN))}
+        accessed = {op.name: in_parts(graph, op.reads | op.writes | op.allocates) for op in graph.ops.values()}
+        parts = {name: in_parts(graph, [name]) for name in graph.storages}
+        self._users = {name: [op for op in graph.ops if not accessed[op].isdisjoint(parts[name])] for name in parts}
+        self._required = np.zeros((len(self._number), len(self._number)), bool)
+        for before, after in required_edges(graph):
+            self._required[self._number[before], self._number[after]] = True
+
+    def fault(self, plan: Schedule) -> str:
+        """The first of ``"wait"``, ``"order"``, ``"release"`` and ``"arena"`` that is wrong, or ``""``."""
+        if not _waits_are_legal(plan):
+            return "wait"
+        before = self._before(plan)
+        if (self._required & ~before).any():
+            return "order"
+        if not self._releases_are_safe(plan, before):
+            return "release"
+        return "" if self._arena_is_safe(plan, before) else "arena"
+
+    def is_safe_release(self, plan: Schedule) -> bool:
+        """Whether the only releases of a schedule, right or not, are safe."""
+        return self._releases_are_safe(plan, self._before(plan))
+
+    def is_safe_arena(self, plan: Schedule) -> bool:
+        """Whether the arena of a schedule, right or not, is safe."""
+        return self._arena_is_safe(plan, self._before(plan))
+
+    def _before(self, plan: Schedule) -> Matrix:
+        """Whether one point is another, or happens before it: ``[earlier, later]``."""
+        sources: dict[str, list[str]] = {}
+        for before, after in stream_edges(plan.launches) | wait_edges(plan):
+            sources.setdefault(after, []).append(before)
+        past = np.eye(len(self._number), dtype=bool)
+        for point in (*(launch.op for launch in plan.launches), JOIN):
+            for source in sources.get(point, ()):
+                past[self._number[point]] |= past[self._number[source]]
+        return past.T
+
+    def _numbers(self, points: Iterable[str]) -> list[int]:
+        return [self._number[point] for point in points]
+
+    def _releases_are_safe(self, plan: Schedule, before: Matrix) -> bool:
+        """Whether the allocating stream, with its launches so far, comes after all users of what is released."""
+        allocators = {storage: op.name for op in self._graph.ops.values() for storage in op.allocates}
+        released = [storage for launch in plan.launches for storage in launch.releases]
+        if len(set(released)) < len(released) or not plan.arena.offsets.keys().isdisjoint(released):
+            return False
+        launched: set[str] = set()
+        on_stream: dict[int, list[int]] = {}
+        for launch in plan.launches:
+            launched.add(launch.op)
+            on_stream.setdefault(launch.stream, []).append(self._number[launch.op])
+            for storage in launch.releases:
+                if storage not in allocators or not is_releasable(self._graph.storages[storage]):
+                    return False
+                users, ends = self._users[storage], on_stream.get(plan.stream_of[allocators[storage]], [])
+                if not launched.issuperset(users) or not before[np.ix_(self._numbers(users), ends)].any(1).all():
+                    return False
+        return True
+
+    def _arena_is_safe(self, plan: Schedule, before: Matrix) -> bool:
+        """Whether storages may be where they are, and of any two with a byte in common one is over before the other."""
+        storages, offsets = self._graph.storages, plan.arena.offsets
+        for name, at in offsets.items():
+            within = at >= 0 and at + storages[name].bytes <= plan.arena.bytes
+            if at % ALIGNMENT or not within or not is_placeable(storages[name]):
+                return False
+        starts = np.array(list(offsets.values()), dtype=np.int64)
+        ends = starts + np.array([storages[name].bytes for name in offsets], dtype=np.int64)
+        shared = np.triu(np.maximum.outer(starts, starts) < np.minimum.outer(ends, ends), 1)
+        happens_before = before & ~np.eye(len(before), dtype=bool)
+        users = [self._numbers(self._users[name]) for name in offsets]
+        return all(
+            happens_before[np.ix_(users[one], users[other])].all()
+            or happens_before[np.ix_(users[other], users[one])].all()
+            for one, other in zip(*np.nonzero(shared), strict=True)
+        )
+
+
+def _waits_are_legal(plan: Schedule) -> bool:
+    """Whether each wait is for an earlier launch, on another stream."""
+    stream: dict[str, int] = {}
+    for point in (Launch(FORK, 0), *plan.launches, Launch(JOIN, 0, plan.join_waits)):
+        if any(stream.get(producer, point.stream) == point.stream for producer in point.waits):
+            return False
+        stream[point.op] = point.stream
+    return True
 
 
 @st.composite
 def conflict_graphs(draw: st.DrawFn, max_ops: int = 7) -> OpGraph:
     """Ops ``n0``, ``n1``, … with every kind of hazard, and the conflicting pairs as dependencies, redundant ones too.
 
-    Each may allocate a storage of its own name, read, write or read and write what is there already, or parts of it,
-    two inputs included, and use ``rng``; any storage may escape, or have parts.
+    Each may allocate a storage of its own name, read or write earlier storages, two inputs or parts of them, and use
+    ``rng``; any storage may escape, or have parts.
     """
     storages = {name: Storage(name, Role.INPUT, 8, (name,)) for name in ("x", "y")}
     ops: dict[str, Op] = {}
@@ -196,9 +248,9 @@ def schedules(draw: st.DrawFn, graph: OpGraph, max_streams: int = 3) -> Schedule
 
 @st.composite
 def placeable(draw: st.DrawFn, graph: OpGraph) -> OpGraph:
-    """The same graph with other sizes, in which most storages may lie in an arena, outputs and inputs perhaps too.
+    """The same graph with other sizes, in which most storages are placeable.
 
-    Some are allocated by no op, as is what is taken before the fork: its first accesses may be in no order.
+    Some are allocated by no op but before the fork, so their first accesses may be in no order.
     """
     sizes = st.sampled_from([0, 8, ALIGNMENT, ALIGNMENT + 8, 3 * ALIGNMENT])
     storages = {
@@ -216,7 +268,7 @@ def placeable(draw: st.DrawFn, graph: OpGraph) -> OpGraph:
 
 @st.composite
 def arenas(draw: st.DrawFn, graph: OpGraph) -> Arena:
-    """Some storages at any places, which overlap or not, now and then in the midst of a unit or behind the end."""
+    """Some storages at random offsets, which may overlap; a few are misaligned or beyond the end."""
     offsets = {}
     for name, storage in graph.storages.items():
         if draw(st.booleans()) and (is_placeable(storage) or not draw(st.integers(0, 15))):

@@ -11,21 +11,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autostream.ir import (
-    FORK,
-    Assignment,
-    Dependency,
-    DeviceProfile,
-    Hazard,
-    Launch,
-    Op,
-    OpCost,
-    OpGraph,
-    Role,
-    Schedule,
-    Storage,
-)
+from autostream import ir
+from autostream.ir import Assignment, DeviceProfile, Hazard, Op, OpCost, OpGraph, Role, Schedule, Storage
+from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.structure import bottom_levels
+from autostream.scheduling.synchronize import synchronize
 
 Edge = tuple[str, str]
 
@@ -70,7 +60,7 @@ def graph_of(edges: Iterable[Edge] | str, names: Iterable[str] = (), outputs: It
     escaping = frozenset(outputs)
     return OpGraph(
         ops={name: op(name, reads[name]) for name in order},
-        dependencies=tuple(Dependency(before, after, Hazard.RAW, before) for before, after in pairs),
+        dependencies=tuple(ir.Dependency(before, after, Hazard.RAW, before) for before, after in pairs),
         storages={INPUT.name: INPUT}
         | {name: Storage(name, Role.INTERMEDIATE, 1024, (name,), escapes=name in escaping) for name in order},
         prelude=(),
@@ -83,6 +73,10 @@ def profile_with(**fields: Any) -> DeviceProfile:
     free = {"same_stream_edge_us": 0.0, "cross_stream_edge_us": 0.0, "fork_us": 0.0, "join_us": 0.0}
     plain = {"name": "test", "multiprocessors": 100, "bandwidth": 1e6, "flops": {"float16": 1e6}, "kernel_us": 1.0}
     return DeviceProfile(**{**plain, "source": "table", **free, **fields})
+
+
+FREE = profile_with()
+PRICED = profile_with(same_stream_edge_us=0.5, cross_stream_edge_us=2.0, fork_us=1.0, join_us=1.0)
 
 
 def critical_path_us(graph: OpGraph, costs: Mapping[str, OpCost]) -> float:
@@ -117,17 +111,13 @@ def random_costs(draw: st.DrawFn, graph: OpGraph, shares: bool = True) -> Mappin
     return {name: OpCost(float(draw(st.integers(0, 20))), draw(share), draw(share), "roofline") for name in graph.ops}
 
 
-def schedule_of(graph: OpGraph, assignment: Assignment) -> Schedule:
-    """An assignment with every wait that anyone could ask for: more than needed, but none missing."""
-    stream, first = assignment.stream, set[int]()
-    launches = []
-    for name in assignment.order:
-        foreign = [before for before in graph.digraph.predecessors(name) if stream[before] != stream[name]]
-        fork = [FORK] if stream[name] and stream[name] not in first else []
-        first.add(stream[name])
-        launches.append(Launch(name, stream[name], waits=(*fork, *foreign)))
-    last = {launch.stream: launch.op for launch in launches if launch.stream}
-    return Schedule(assignment.policy, assignment.streams, tuple(launches), join_waits=tuple(last.values()))
+@st.composite
+def planned(draw: st.DrawFn, shares: bool = True) -> tuple[OpGraph, Mapping[str, OpCost], Schedule]:
+    """A random graph with costs and a schedule of one to four streams on the device ``PRICED``."""
+    graph = draw(random_graphs())
+    costs = draw(random_costs(graph, shares))
+    policy = POLICIES[draw(st.sampled_from(["critical_path", "path_cover"]))]
+    return graph, costs, synchronize(graph, policy(graph, costs, PRICED, draw(st.integers(1, 4)), frozenset()))
 
 
 def check_assignment(graph: OpGraph, assignment: Assignment, streams: int, pinned: Iterable[str] = ()) -> None:

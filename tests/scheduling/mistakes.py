@@ -1,4 +1,4 @@
-"""Schedules with one change each, made of one that is right; most changes are mistakes."""
+"""Correct schedules with one change each; most changes are mistakes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.scheduling.brute_force import Pair, happens_before
 
 
 def without_a_wait(plan: Schedule) -> Iterator[Schedule]:
-    """Each schedule that lacks one wait. Storages then live to the end, so that what is wrong is that alone."""
+    """Each schedule that lacks one wait, without releases, so that nothing else is wrong."""
     bare = replace(plan, launches=tuple(replace(launch, releases=()) for launch in plan.launches))
     for index, launch in enumerate(bare.launches):
         for wait in launch.waits:
@@ -23,32 +23,32 @@ def without_a_wait(plan: Schedule) -> Iterator[Schedule]:
 
 
 def with_a_release_too_early(graph: OpGraph, plan: Schedule) -> Iterator[Schedule]:
-    """Each schedule in which one storage goes behind the launch that uses it last, although another stream uses it."""
+    """Each schedule that releases one storage after its last user in launch order, which is on another stream."""
     for index, launch in enumerate(plan.launches):
         for storage in launch.releases:
             allocator = next(op for op in graph.ops.values() if storage in op.allocates)
             users = _users(graph, storage)
             last = max(at for at, other in enumerate(plan.launches) if other.op in users)
-            home = plan.stream_of[allocator.name]
-            if last < index and any(plan.stream_of[user] != home for user in users):
-                kept = replace(launch, releases=tuple(name for name in launch.releases if name != storage))
-                earlier = plan.launches[last]
-                yield _with(_with(plan, index, kept), last, replace(earlier, releases=(*earlier.releases, storage)))
+            stream = plan.stream_of[allocator.name]
+            if last < index and any(plan.stream_of[user] != stream for user in users):
+                yield with_a_release_at(plan, storage, last)
 
 
 def with_a_release_advanced(graph: OpGraph, plan: Schedule) -> Iterator[Schedule]:
-    """Each schedule in which one storage goes 1, 2, 4, … launches of its stream earlier, but not before it is there."""
-    born = {storage: op.name for op in graph.ops.values() for storage in op.allocates}
-    place = {launch.op: at for at, launch in enumerate(plan.launches)}
+    """Each schedule that releases one storage 1, 2, 4, … launches of its stream earlier, after it is allocated."""
+    allocator = {storage: op.name for op in graph.ops.values() for storage in op.allocates}
+    position = {launch.op: at for at, launch in enumerate(plan.launches)}
     for index, launch in enumerate(plan.launches):
         for storage in launch.releases:
-            earlier = [at for at in range(place[born[storage]], index) if plan.launches[at].stream == launch.stream]
+            earlier = [
+                at for at in range(position[allocator[storage]], index) if plan.launches[at].stream == launch.stream
+            ]
             for step in (1 << power for power in range(len(earlier).bit_length())):
                 yield with_a_release_at(plan, storage, earlier[-step])
 
 
 def with_a_release_at(plan: Schedule, storage: str, index: int) -> Schedule:
-    """The schedule in which a storage goes behind this launch, and nowhere else."""
+    """The schedule that releases a storage after this launch, and nowhere else."""
     for at, launch in enumerate(plan.launches):
         if storage in launch.releases:
             plan = _with(plan, at, replace(launch, releases=tuple(name for name in launch.releases if name != storage)))
@@ -57,25 +57,25 @@ def with_a_release_at(plan: Schedule, storage: str, index: int) -> Schedule:
 
 
 def with_neighbours_swapped(plan: Schedule) -> Iterator[Schedule]:
-    """Each schedule in which two launches change places in the order of the host, with their waits and releases."""
+    """Each schedule with two neighbouring launches swapped, with their waits and releases."""
     for index, (first, second) in enumerate(pairwise(plan.launches)):
         yield _with(_with(plan, index, second), index + 1, first)
 
 
 def with_a_storage_moved(graph: OpGraph, plan: Schedule) -> Iterator[Schedule]:
-    """Each schedule in which one storage in the arena begins where another one does."""
+    """Each schedule in which one storage in the arena has the offset of another."""
     for storage, other in permutations(_placed(graph, plan), 2):
         offset = plan.arena.offsets[other]
         if offset != plan.arena.offsets[storage]:
             size = max(plan.arena.bytes, offset + graph.storages[storage].bytes)
-            # There are as many changes as pairs of storages: a copy of all places for each would take cubic time.
+            # There are as many changes as pairs of storages: a copy of all offsets for each would take cubic time.
             yield replace(plan, arena=Arena(size, ChainMap({storage: offset}, plan.arena.offsets)))
 
 
 def with_two_storages_too_close(graph: OpGraph, plan: Schedule) -> Iterator[tuple[str, str, Schedule]]:
-    """Two storages in the arena of which neither is over before the other begins, and a schedule in which they overlap.
+    """Two storages in use at the same time, and a schedule in which they overlap in the arena.
 
-    They get new bytes, where nothing else is, and the second starts in the last ones of the first.
+    They move to new bytes, and the second starts in the last ones of the first.
     """
     before = happens_before(plan)
     for first, second in permutations(_placed(graph, plan), 2):
@@ -86,9 +86,9 @@ def with_two_storages_too_close(graph: OpGraph, plan: Schedule) -> Iterator[tupl
 
 
 def with_a_lifetime_shortened(graph: OpGraph, plan: Schedule) -> Iterator[tuple[str, str, Schedule]]:
-    """Two storages in the arena, the first over before the second but for one op that reads it, both at one place.
+    """Two storages, the first over before the second except for one reader, and a schedule with both at one offset.
 
-    That op does not use the second one: it may find the first one overwritten when it runs.
+    That reader does not use the second one, and may find the first one overwritten.
     """
     before = happens_before(plan)
     for first, second in permutations(_placed(graph, plan), 2):
@@ -106,20 +106,20 @@ def _late(graph: OpGraph, first: str, second: str, before: set[Pair]) -> set[str
 
 
 def _placed(graph: OpGraph, plan: Schedule) -> list[str]:
-    """The storages in the arena that have bytes there and are used."""
+    """The storages with bytes in the arena that some op uses."""
     return [name for name in plan.arena.offsets if graph.storages[name].bytes and _users(graph, name)]
 
 
-def _moved_away(graph: OpGraph, plan: Schedule, places: dict[str, int]) -> Schedule:
-    """Some storages at these places in a piece of their own, behind all the arena had so far."""
+def _moved_away(graph: OpGraph, plan: Schedule, moved: dict[str, int]) -> Schedule:
+    """The schedule with some storages at these offsets from the end of the arena."""
     start = -(-plan.arena.bytes // ALIGNMENT) * ALIGNMENT
-    offsets = {name: start + place for name, place in places.items()}
+    offsets = {name: start + offset for name, offset in moved.items()}
     end = max(offset + graph.storages[name].bytes for name, offset in offsets.items())
     return replace(plan, arena=Arena(end, {**plan.arena.offsets, **offsets}))
 
 
 def _users(graph: OpGraph, storage: str) -> set[str]:
-    """The ops that touch a storage or a part of it."""
+    """The ops that access a storage or a part of it."""
     names = _names(graph, storage)
     return {op.name for op in graph.ops.values() if names & (op.reads | op.writes | op.allocates)}
 

@@ -1,4 +1,4 @@
-"""Chains of short ops, drawn and worked out by hand; and that no policy splits them."""
+"""Chains of short ops, drawn and worked out by hand; no policy splits them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import networkx as nx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autostream.ir import Assignment, OpCost, OpGraph
@@ -20,80 +20,56 @@ from tests.scheduling.graphs import check_assignment, costs_of, graph_of, profil
 NONE: frozenset[str] = frozenset()
 
 PROFILE = profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=4.0)
-"""Leaving a stream costs 3 µs more than staying."""
+"""To change streams costs 3 µs."""
+
+ALL_SHORT = dict.fromkeys("abcdef", 1.0)
 
 
-def chains(graph: OpGraph, durations: dict[str, float], pinned: frozenset[str] = NONE) -> list[str]:
-    """Chains as words; ops take 10 µs unless said otherwise."""
+@pytest.mark.parametrize(
+    ("edges", "durations", "pinned", "chains"),
+    [
+        pytest.param("a-b b-c c-d", {"b": 2.9}, "", ["abc", "d"], id="a short op joins its only neighbours"),
+        pytest.param("a-b b-c", {"b": 3.0}, "", ["a", "b", "c"], id="3 µs are worth an edge"),
+        pytest.param("a-b b-c a-d d-e c-f e-f", ALL_SHORT, "", ["a", "bc", "de", "f"], id="two branches"),
+        pytest.param("a-b a-b", {"a": 1.0}, "", ["ab"], id="two hazards between two ops"),
+        pytest.param("a-b b-c c-d", ALL_SHORT, "cd", ["ab", "cd"], id="pinned ops stay apart from others"),
+    ],
+)
+def test_chains_of_drawn_graphs(edges: str, durations: dict[str, float], pinned: str, chains: list[str]) -> None:
+    """Ops take 10 µs unless given otherwise."""
+    graph = graph_of(edges)
     costs = costs_of(graph, {**dict.fromkeys(graph.ops, 10.0), **durations})
-    return ["".join(chain) for chain in coarsen(graph, costs, PROFILE, pinned).chains.values()]
+    coarse = coarsen(graph, costs, PROFILE, frozenset(pinned))
+    assert ["".join(chain) for chain in coarse.chains.values()] == chains
+    assert coarse.pinned == frozenset(pinned[:1])
 
 
-def test_a_short_op_joins_its_only_neighbours() -> None:
-    """Of a ─ b ─ c ─ d, b is short; d is long, and so is c before it."""
-    assert chains(graph_of("a-b b-c c-d"), {"b": 2.9}) == ["abc", "d"]
-
-
-def test_what_is_worth_an_edge_stays_alone() -> None:
-    """Three µs are what leaving the stream costs."""
-    assert chains(graph_of("a-b b-c"), {"b": 3.0}) == ["a", "b", "c"]
-
-
-def test_where_paths_part_or_meet_there_is_no_link() -> None:
-    """All are short, but only b-c and d-e are links.
-
-    a ─┬─ b ─ c ─┬─ f
-       └─ d ─ e ─┘
-    """
-    graph = graph_of("a-b b-c a-d d-e c-f e-f", names="abcdef")
-    assert chains(graph, dict.fromkeys("abcdef", 1.0)) == ["a", "bc", "de", "f"]
-
-
-def test_two_hazards_between_two_ops_are_one_link() -> None:
-    graph = graph_of("a-b a-b")
-    assert chains(graph, {"a": 1.0}) == ["ab"]
-
-
-def test_pinned_ops_and_others_stay_apart() -> None:
-    """Otherwise c, which must be on stream 0, would take a and b there."""
-    graph = graph_of("a-b b-c c-d")
-    assert chains(graph, dict.fromkeys("abcd", 1.0), frozenset("cd")) == ["ab", "cd"]
-    costs = costs_of(graph, 1.0)
-    assert coarsen(graph, costs, PROFILE, frozenset("cd")).pinned == {"c"}
-
-
-def test_a_chain_costs_what_it_takes_alone() -> None:
+def test_the_cost_of_a_chain_is_its_time_alone_with_average_shares() -> None:
     """Two ops with a gap of 1 µs; for half of the 4 µs, a fills all multiprocessors, then b half the bandwidth."""
     graph = graph_of("a-b")
     costs = {"a": OpCost(2.0, 1.0, 0.0, "measured"), "b": OpCost(1.0, 0.0, 0.5, "measured")}
     assert coarsen(graph, costs, PROFILE, NONE).costs == {"a": OpCost(4.0, 0.5, 0.125, "measured")}
+    free = coarsen(graph, costs_of(graph, 0.0, sm_share=0.5), profile_with(cross_stream_edge_us=1.0), NONE)
+    assert free.costs == {"a": OpCost(0.0, 0.5, 0.0, "roofline")}
 
 
-def test_a_chain_of_nothing_costs_nothing() -> None:
-    graph = graph_of("a-b")
-    free = profile_with(cross_stream_edge_us=1.0)
-    costs = costs_of(graph, 0.0, sm_share=0.5)
-    assert coarsen(graph, costs, free, NONE).costs == {"a": OpCost(0.0, 0.5, 0.0, "roofline")}
-
-
-def test_expanding_puts_each_op_behind_the_one_before_it() -> None:
-    """Chains a-b and c-d, launched the second first."""
+def test_chains_are_launched_as_a_whole() -> None:
+    """Chains a-b and c-d, with the second launched first."""
     graph = graph_of("a-b c-d", names="acbd")
     coarse = coarsen(graph, costs_of(graph), PROFILE, NONE)
     found = expand(coarse, Assignment("mine", 2, ("c", "a"), {"a": 0, "c": 1}))
     assert (found.order, found.stream) == (("c", "d", "a", "b"), {"a": 0, "b": 0, "c": 1, "d": 1})
 
 
-@given(data=st.data())
-def test_a_coarse_graph_is_a_graph_in_program_order(data: st.DataObject) -> None:
-    """Its reachability is that of the ops, and chains are paths of links."""
+@given(data=st.data(), streams=st.integers(1, 4))
+def test_a_coarse_graph_keeps_reachability_and_any_assignment_of_it_is_right(data: st.DataObject, streams: int) -> None:
     graph = data.draw(random_graphs())
     costs = data.draw(random_costs(graph))
     coarse = coarsen(graph, costs, PROFILE, graph.pinned)
     head = {name: first for first, chain in coarse.chains.items() for name in chain}
     assert sorted(head) == sorted(graph.ops)
-    place = {name: at for at, name in enumerate(coarse.graph.ops)}
-    assert all(place[before] < place[after] for before, after in coarse.graph.digraph.edges)
+    position = {name: at for at, name in enumerate(coarse.graph.ops)}
+    assert all(position[before] < position[after] for before, after in coarse.graph.digraph.edges)
     for before, after in nx.transitive_closure_dag(graph.digraph).edges:
         assert head[before] == head[after] or nx.has_path(coarse.graph.digraph, head[before], head[after])
     for chain in coarse.chains.values():
@@ -101,8 +77,17 @@ def test_a_coarse_graph_is_a_graph_in_program_order(data: st.DataObject) -> None
         assert all(set(graph.digraph.predecessors(after)) == {before} for before, after in pairwise(chain))
         assert set(chain) <= graph.pinned or graph.pinned.isdisjoint(chain)
 
+    def scattered(chains: OpGraph, costs: object, profile: object, most: int, pinned: frozenset[str]) -> Assignment:
+        stream = {name: 0 if name in pinned else data.draw(st.integers(0, most - 1)) for name in chains.ops}
+        return Assignment("scattered", most, tuple(chains.ops), stream)
+
+    assignment = in_chains(scattered)(graph, costs, PROFILE, streams, graph.pinned)
+    check_assignment(graph, assignment, streams, graph.pinned)
+    verify(graph, synchronize(graph, assignment), pinned=graph.pinned)
+
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@settings(max_examples=20)
 @given(data=st.data(), streams=st.integers(1, 4))
 def test_no_policy_splits_a_chain(policy: Policy, data: st.DataObject, streams: int) -> None:
     graph = data.draw(random_graphs(max_ops=8))
@@ -112,30 +97,14 @@ def test_no_policy_splits_a_chain(policy: Policy, data: st.DataObject, streams: 
         assert len({assignment.stream[name] for name in chain}) == 1
 
 
-def test_list_scheduling_would_split_one() -> None:
-    """When u is done, z takes its stream, since it has more behind it than v; v would go where x has just ended.
+def test_list_scheduling_without_chains_would_split_one() -> None:
+    """After u, z takes its stream, since more depends on it than on v; v would go where x has just ended.
 
     x ─ y     u ─ v ─┬─ s     z
                      └─ t
     """
     graph = graph_of("x-y u-v v-s v-t", names="xuzyvst")
     costs = costs_of(graph, {"x": 15.0, "u": 10.0, "z": 22.0, "y": 20.0, "v": 1.0, "s": 20.0, "t": 20.0})
-    alone = critical_path(graph, costs, PROFILE, 2, NONE).stream
-    assert alone["u"] != alone["v"]
-    kept = POLICIES["critical_path"](graph, costs, PROFILE, 2, NONE).stream
-    assert kept["u"] == kept["v"]
-
-
-@given(data=st.data(), streams=st.integers(1, 4))
-def test_any_assignment_of_chains_is_one_of_ops(data: st.DataObject, streams: int) -> None:
-    """One that scatters chains at random is expanded to a schedule that can be proven right."""
-
-    def scattered(graph: OpGraph, costs: object, profile: object, most: int, pinned: frozenset[str]) -> Assignment:
-        stream = {name: 0 if name in pinned else data.draw(st.integers(0, most - 1)) for name in graph.ops}
-        return Assignment("scattered", most, tuple(graph.ops), stream)
-
-    graph = data.draw(random_graphs())
-    costs = data.draw(random_costs(graph))
-    assignment = in_chains(scattered)(graph, costs, PROFILE, streams, graph.pinned)
-    check_assignment(graph, assignment, streams, graph.pinned)
-    verify(graph, synchronize(graph, assignment), pinned=graph.pinned)
+    for policy, together in ((critical_path, False), (POLICIES["critical_path"], True)):
+        stream = policy(graph, costs, PROFILE, 2, NONE).stream
+        assert (stream["u"] == stream["v"]) == together

@@ -1,4 +1,4 @@
-"""Just in time: copies of weights are made when they are needed, nothing else moves, and the order stays right."""
+"""Slack is how late a launch may start; copies of weights are launched when they are needed."""
 
 from __future__ import annotations
 
@@ -8,122 +8,116 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autostream.ir import Assignment, Costs, OpGraph, Schedule
-from autostream.scheduling.peak import Footprint
+from autostream.ir import FORK, Costs, Launch, OpGraph, Schedule
 from autostream.scheduling.policies import POLICIES
-from autostream.scheduling.postpone import LEAD, MAX_SLACK_SHARE, delayed, postponed
+from autostream.scheduling.postpone import LEAD, delayed, postponed
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
-from tests.scheduling.graphs import costs_of, graph_of, profile_with, random_costs, random_graphs
+from tests.scheduling.brute_force import stream_edges, wait_edges
+from tests.scheduling.graphs import PRICED, costs_of, graph_of, planned
 
-PROFILE = profile_with(same_stream_edge_us=0.5, cross_stream_edge_us=2.0, fork_us=1.0, join_us=1.0)
-EDGE_US = 2.0
+EDGE_US = PRICED.cross_stream_edge_us
+
+
+@pytest.mark.parametrize(
+    ("share", "x_us", "y_us"), [(0.0, 1.0, 2.5), (0.5, (1.0 + 18.0) / 2, (2.5 + 28.0) / 2), (1.0, 18.0, 28.0)]
+)
+def test_a_launch_may_be_as_late_as_its_stream_and_those_that_wait_for_it_allow(
+    share: float, x_us: float, y_us: float
+) -> None:
+    """By hand: a 0–10, b 10.5–20.5, c 21–31; x 1–2, y 2.5–3.5, and the run ends at 31.
+
+    An edge takes 2 µs: y ends that long before the end, so starts at 28 at the latest; x before c, so at 18.
+
+    0:  a ── b ── c          x is for c, y for the join
+    1:  x ── y
+    """
+    graph = graph_of("a-b b-c x-c", names="axybc", outputs="cy")
+    waits = {"x": (FORK,), "c": ("x",)}
+    launches = tuple(Launch(name, int(name in "xy"), waits.get(name, ())) for name in "axybc")
+    schedule = Schedule("by hand", 2, launches, join_waits=("y",))
+    early = simulate(schedule, costs_of(graph, {**dict.fromkeys("abc", 10.0), "x": 1.0, "y": 1.0}), PRICED)
+    start = delayed(schedule, early, EDGE_US, share).starts
+    assert {op: start[op] for op in "abcxy"} == {"a": 0.0, "b": 10.5, "c": 21.0, "x": x_us, "y": y_us}
+
+
+@given(data=st.data(), share=st.floats(0.0, 1.0))
+def test_delayed_launches_keep_dependencies_durations_and_the_makespan(data: st.DataObject, share: float) -> None:
+    _, costs, schedule = data.draw(planned())
+    early = simulate(schedule, costs, PRICED)
+    late = delayed(schedule, early, EDGE_US, share)
+    for before, after in stream_edges(schedule.launches) | wait_edges(schedule):
+        if before in late.starts and after in late.starts:
+            assert late.ends[before] <= late.starts[after] + 1e-9
+    assert all(late.starts[op] >= us for op, us in early.starts.items())
+    assert late.makespan_us == pytest.approx(early.makespan_us)
+    lengths = [[s.end_us - s.start_us for s in each.slices] for each in (early, late)]
+    assert lengths[1] == pytest.approx(lengths[0])
+
+
 LENGTH = 8
 
 
-def copied(length: int = LENGTH, convolution_us: float = 10.0) -> tuple[OpGraph, Costs]:
-    """A chain of convolutions, each with a copy of its weight in another layout, four times as large as what flows.
+def copied(convolution_us: float) -> tuple[OpGraph, Costs, Schedule]:
+    """A chain of convolutions, each with a copy of its weight, four times as large as activations.
 
     c0 ── c1 ── c2 ── …
     │     │     │
     w0    w1    w2
     """
-    edges = [(f"w{at}", f"c{at}") for at in range(length)]
-    edges += [(f"c{at}", f"c{at + 1}") for at in range(length - 1)]
-    names = [name for at in range(length) for name in (f"w{at}", f"c{at}")]
-    graph = graph_of(edges, names, outputs=[f"c{length - 1}"])
+    edges = [(f"w{at}", f"c{at}") for at in range(LENGTH)]
+    edges += [(f"c{at}", f"c{at + 1}") for at in range(LENGTH - 1)]
+    names = [name for at in range(LENGTH) for name in (f"w{at}", f"c{at}")]
+    graph = graph_of(edges, names, outputs=[f"c{LENGTH - 1}"])
     storages = {n: replace(s, bytes=4096 if n[0] == "w" else s.bytes) for n, s in graph.storages.items()}
     graph = replace(graph, storages=storages)
-    return graph, costs_of(graph, {name: 1.0 if name[0] == "w" else convolution_us for name in names})
+    costs = costs_of(graph, {name: 1.0 if name[0] == "w" else convolution_us for name in names})
+    return graph, costs, by_critical_path(graph, costs)
 
 
-def eager(graph: OpGraph, costs: Costs, streams: int = 2) -> Schedule:
-    return synchronize(graph, POLICIES["critical_path"](graph, costs, PROFILE, streams, frozenset()))
-
-
-def late(graph: OpGraph, schedule: Schedule, costs: Costs) -> Schedule:
-    return synchronize(graph, postponed(graph, schedule, simulate(schedule, costs, PROFILE), EDGE_US))
-
-
-def test_copies_of_weights_are_launched_when_they_are_needed() -> None:
-    """Before, all of them come first on stream 1; then each a bit before the convolution that reads it."""
-    graph, costs = copied()
-    before = eager(graph, costs)
-    after = late(graph, before, costs)
-    assert after.stream_of == before.stream_of
-    order = [launch.op for launch in after.launches]
-    assert all(order.index(f"c{at - 2}") < order.index(f"w{at}") < order.index(f"c{at}") for at in range(3, LENGTH))
-    assert [op for op in order if op[0] == "c"] == [f"c{at}" for at in range(LENGTH)]
+def by_critical_path(graph: OpGraph, costs: Costs) -> Schedule:
+    return synchronize(graph, POLICIES["critical_path"](graph, costs, PRICED, 2, frozenset()))
 
 
 @pytest.mark.parametrize("convolution_us", [10.0, 4.0])
-def test_the_lead_is_kept(convolution_us: float) -> None:
-    """Each copy would end ``LEAD`` edges before its convolution starts; the first ones cannot.
-
-    That is shorter than one convolution, or longer.
-    """
-    graph, costs = copied(convolution_us=convolution_us)
-    schedule = eager(graph, costs)
-    timeline = simulate(schedule, costs, PROFILE)
-    start = {piece.op: piece.start_us for piece in timeline.slices}
-    order = postponed(graph, schedule, timeline, EDGE_US).order
+def test_copies_of_weights_end_three_edges_before_they_are_needed(convolution_us: float) -> None:
+    """That is shorter or longer than one convolution; the first copies cannot."""
+    graph, costs, schedule = copied(convolution_us)
+    timeline = simulate(schedule, costs, PRICED)
+    found = postponed(graph, schedule, timeline, EDGE_US)
+    order = found.order
+    assert found.stream == schedule.stream_of
+    assert [op for op in order if op[0] == "c"] == [f"c{at}" for at in range(LENGTH)]
+    start = timeline.starts
     for at in range(LENGTH):
         earlier = [op for op in order[: order.index(f"w{at}")] if op[0] == "c"]
-        moment = max(start[f"w{at}"], start[f"c{at}"] - LEAD * EDGE_US - 1.0)
-        assert all(start[op] <= moment for op in earlier)
-        assert sum(start[f"c{each}"] < moment for each in range(LENGTH)) <= len(earlier)
+        time = max(start[f"w{at}"], start[f"c{at}"] - LEAD * EDGE_US - 1.0)
+        assert all(start[op] <= time for op in earlier)
+        assert sum(start[f"c{each}"] < time for each in range(LENGTH)) <= len(earlier)
 
 
-def test_what_frees_as_much_as_it_takes_stays_where_it_is() -> None:
-    """A branch that nothing hurries, beside c and g: d and e turn 1 KiB into 1 KiB, and only b adds some."""
+def test_an_op_that_frees_as_much_as_it_allocates_stays_where_it_is() -> None:
+    """A branch with slack beside c and g: d and e turn 1 KiB into 1 KiB, and only b adds some."""
     graph = graph_of("a-b b-d d-e a-c c-g g-f e-f", names="abdecgf", outputs="f")
     costs = costs_of(graph, {**dict.fromkeys("abdef", 1.0), **dict.fromkeys("cg", 25.0)})
-    schedule = eager(graph, costs)
-    timeline = simulate(schedule, costs, PROFILE)
-    assert postponed(graph, schedule, timeline, EDGE_US).order == tuple(launch.op for launch in schedule.launches)
+    schedule = by_critical_path(graph, costs)
+    order = postponed(graph, schedule, simulate(schedule, costs, PRICED), EDGE_US).order
+    assert order == tuple(launch.op for launch in schedule.launches)
 
 
-def test_a_chain_that_grows_moves_as_a_whole() -> None:
-    """The copy w is made of a copy v, which is still needed elsewhere at the end: both wait for the time of c."""
+def test_a_chain_of_copies_moves_as_a_whole() -> None:
+    """The copy w is made of a copy v, which c needs as well: both are made just before c."""
     graph = graph_of("v-w w-c v-c a-b b-c", names="vwabc", outputs="c")
     costs = costs_of(graph, {**dict.fromkeys("vwc", 1.0), "a": 20.0, "b": 20.0})
-    schedule = eager(graph, costs)
-    order = late(graph, schedule, costs)
-    assert [launch.op for launch in order.launches] == ["a", "b", "v", "w", "c"]
+    schedule = by_critical_path(graph, costs)
+    assert postponed(graph, schedule, simulate(schedule, costs, PRICED), EDGE_US).order == ("a", "b", "v", "w", "c")
 
 
-def test_what_is_needed_early_lets_copies_that_are_not_go_last() -> None:
-    """On stream 1, s comes behind sixteen copies, and c3 needs it: so the copies must be made before, all but three.
-
-    stream 0:  c0 ────────────── c1 ── c2 ── c3 …
-    stream 1:  w0 ── … ── w15 ── s
-    """
-    edges = [(f"w{at}", f"c{at}") for at in range(16)] + [(f"c{at}", f"c{at + 1}") for at in range(15)]
-    copies, chain = ([f"{kind}{at}" for at in range(16)] for kind in "wc")
-    graph = graph_of([*edges, ("c0", "s"), ("s", "c3")], [*copies, "c0", "s", *chain[1:]], outputs=["c15"])
-    costs = costs_of(graph, {name: 1.0 if name in copies else 10.0 for name in graph.ops})
-    stream = {name: int(name in (*copies, "s")) for name in graph.ops}
-    schedule = synchronize(graph, Assignment("by hand", 2, tuple(graph.ops), stream))
-    after = late(graph, schedule, costs)
-    order = [launch.op for launch in after.launches if launch.stream == 1]
-    assert order.index("s") < 6
-
-    def live(each: Schedule) -> int:
-        timeline = delayed(each, simulate(each, costs, PROFILE), EDGE_US, MAX_SLACK_SHARE)
-        return Footprint(graph).live_bytes(timeline) // 1024
-
-    assert live(schedule) >= 16, "all copies are there when s runs"
-    assert live(after) <= 6
-
-
-@given(data=st.data(), streams=st.integers(1, 4))
-def test_the_order_stays_right_and_so_do_the_streams(data: st.DataObject, streams: int) -> None:
-    graph = data.draw(random_graphs())
-    costs = data.draw(random_costs(graph))
-    policy = data.draw(st.sampled_from(["critical_path", "path_cover"]))
-    schedule = synchronize(graph, POLICIES[policy](graph, costs, PROFILE, streams, frozenset()))
-    found = late(graph, schedule, costs)
+@given(planned())
+def test_a_postponed_schedule_is_right_and_has_the_same_streams(plan: tuple[OpGraph, Costs, Schedule]) -> None:
+    graph, costs, schedule = plan
+    found = synchronize(graph, postponed(graph, schedule, simulate(schedule, costs, PRICED), EDGE_US))
     verify(graph, found)
     assert found.stream_of == schedule.stream_of
     assert (found.policy, found.streams, found.decisions) == (schedule.policy, schedule.streams, schedule.decisions)

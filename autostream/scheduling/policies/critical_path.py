@@ -46,19 +46,19 @@ def critical_path(
         starts 9.0 µs earlier than on stream 0
     """
     profile = profile.over(streams)
-    board = _Board(profile, free=[0.0] + [profile.fork_us] * (streams - 1))
-    _fill(board, graph, costs, pinned)
+    partial = _PartialSchedule(profile, free=[0.0] + [profile.fork_us] * (streams - 1))
+    _fill(partial, graph, costs, pinned)
     names = list(graph.ops)
     return Assignment(
         policy="critical_path",
-        streams=board.opened,
-        order=tuple([names[at] for at in sorted(board.start, key=board.start.__getitem__)]),
-        stream={name: board.stream[at] for at, name in enumerate(names)},
-        decisions=(_summary(board, streams), *board.decisions),
+        streams=partial.used,
+        order=tuple([names[at] for at in sorted(partial.start, key=partial.start.__getitem__)]),
+        stream={name: partial.stream[at] for at, name in enumerate(names)},
+        decisions=(_summary(partial, streams), *partial.decisions),
     )
 
 
-def _fill(board: _Board, graph: OpGraph, costs: Costs, pinned: frozenset[str]) -> None:
+def _fill(partial: _PartialSchedule, graph: OpGraph, costs: Costs, pinned: frozenset[str]) -> None:
     """Place every op in the order of the queues; ops are represented by their positions in program order."""
     names, level = list(graph.ops), list(bottom_levels(graph, costs).values())
     by_rank = sorted(range(len(names)), key=[-us for us in level].__getitem__)
@@ -68,14 +68,14 @@ def _fill(board: _Board, graph: OpGraph, costs: Costs, pinned: frozenset[str]) -
     queues = _Queues()
     for at in inputs:
         queues.push(rank[at], 0.0, names[at] in pinned)
-    while (next_rank := queues.pop(board.free)) is not None:
+    while (next_rank := queues.pop(partial.free)) is not None:
         at = by_rank[next_rank]
         name = names[at]
-        board.place(at, name, costs[name].duration_us, inputs[at], name in pinned)
+        partial.place(at, name, costs[name].duration_us, inputs[at], name in pinned)
         for after in graph.successors[at]:
             missing[after] -= 1
             if not missing[after]:
-                inputs[after] = board.inputs(graph.predecessors[after])
+                inputs[after] = partial.inputs(graph.predecessors[after])
                 queues.push(rank[after], inputs[after].near, names[after] in pinned)
 
 
@@ -92,12 +92,12 @@ class _Inputs:
 
 
 @dataclass(slots=True)
-class _Board:
+class _PartialSchedule:
     """The stream, start and end of each op placed so far, and when each stream is free, µs after the fork."""
 
     profile: DeviceProfile
     free: list[float]
-    opened: int = 1
+    used: int = 1
     stream: dict[int, int] = field(default_factory=dict)
     start: dict[int, float] = field(default_factory=dict)
     finish: dict[int, float] = field(default_factory=dict)
@@ -118,9 +118,9 @@ class _Board:
     def best_stream(self, inputs: _Inputs) -> int:
         """The stream of the earliest start, with penalties for leaving home and for using one more stream."""
         leaving_us = max(0.0, self.profile.cross_stream_edge_us - self.profile.same_stream_edge_us)
-        usable = self.free[: self.opened + 1]
+        usable = self.free[: self.used + 1]
         starts = [(max(free, inputs.far) + leaving_us, True, stream) for stream, free in enumerate(usable)]
-        if len(starts) > self.opened:
+        if len(starts) > self.used:
             start, away, stream = starts[-1]
             starts[-1] = start + self.profile.join_us, away, stream
         starts[inputs.home] = self.start_on(inputs.home, inputs), False, inputs.home
@@ -133,7 +133,7 @@ class _Board:
         if stream != inputs.home:
             gain = None if pinned else self.start_on(inputs.home, inputs) - start
             self.decisions.append(_explain(name, stream, inputs.home, gain))
-        self.opened = max(self.opened, stream + 1)
+        self.used = max(self.used, stream + 1)
         self.stream[at], self.start[at], self.finish[at] = stream, start, start + duration_us
         self.free[stream] = start + duration_us + self.profile.same_stream_edge_us
 
@@ -176,9 +176,9 @@ def _explain(name: str, stream: int, home: int, gain_us: float | None) -> Decisi
     return Decision(name, f"stream {stream}", f"starts {gain_us:.1f} µs earlier than on stream {home}")
 
 
-def _summary(board: _Board, streams: int) -> Decision:
+def _summary(partial: _PartialSchedule, streams: int) -> Decision:
     if streams == 1:
         return Decision("", "1 stream", "no more are allowed")
-    if board.opened == 1:
+    if partial.used == 1:
         return Decision("", "1 stream", "no op would start earlier on another by more than the edges cost")
-    return Decision("", f"{board.opened} streams", "some ops start earlier on another by more than the edges cost")
+    return Decision("", f"{partial.used} streams", "some ops start earlier on another by more than the edges cost")

@@ -1,22 +1,22 @@
-"""Path covers on drawn graphs worked out by hand, and their smallness by networkx."""
+"""Path covers on drawn graphs worked out by hand, and their size by networkx."""
 
 from __future__ import annotations
 
 from itertools import combinations, pairwise
 
 import networkx as nx
+import pytest
 from hypothesis import given
 
 from autostream.ir import Decision, OpGraph
 from autostream.scheduling.policies.path_cover import minimum_path_cover, path_cover
-from tests.scheduling.graphs import costs_of, graph_of, profile_with, random_graphs
+from tests.scheduling.graphs import FREE, costs_of, graph_of, random_graphs
 
-FREE = profile_with()
 NONE: frozenset[str] = frozenset()
 
 
 def test_a_diamond_is_two_paths() -> None:
-    """The branch d is left over.
+    """Op d is a path of its own.
 
     a ─ b ─ c ─ e
      └─── d ────┘
@@ -31,59 +31,49 @@ def test_a_diamond_is_two_paths() -> None:
     )
 
 
-def test_a_greedy_choice_is_undone() -> None:
-    """Both a and b could go on to c, and a comes first, but b has no other way to go on.
+@pytest.mark.parametrize(
+    ("edges", "paths"),
+    [
+        pytest.param("a-c a-d b-c", ("ad", "bc"), id="a greedy choice of c for a is undone"),
+        pytest.param("a-b a-c b-c", ("abc",), id="the edge from a to c is implied"),
+    ],
+)
+def test_covers_of_drawn_graphs(edges: str, paths: tuple[str, ...]) -> None:
+    graph = graph_of(edges, names=sorted({*edges} & {*"abcd"}))
+    assert tuple("".join(path) for path in minimum_path_cover(graph)) == paths
 
-    a ─┬─ d
-       └─ c
-    b ────┘
+
+@pytest.mark.parametrize(
+    ("edges", "streams", "stream"),
+    [
+        # a ─┬─ b ─┬─ d ─┬─ e ─┬─ g      c ends before f starts: two streams for three paths
+        #    └─ c ─┘     └─ f ─┘
+        ("a-b a-c b-d c-d d-e d-f e-g f-g", 8, "0010010"),
+        # a ─┬─ b ─┬─ d      e begins when c ends
+        #    └─ c  └─ e
+        ("a-b a-c b-d b-e", 8, "00101"),
+    ],
+)
+def test_paths_share_a_stream_if_one_ends_before_the_other_begins(edges: str, streams: int, stream: str) -> None:
+    graph = graph_of(edges)
+    found = path_cover(graph, costs_of(graph), FREE, streams, NONE).stream
+    assert "".join(str(found[name]) for name in sorted(found)) == stream
+
+
+def test_further_paths_go_where_work_ends_first_and_launches_are_in_order_of_earliest_start() -> None:
+    """After a come b(4) on stream 0, up to 5, and c(3) on stream 1, up to 4; then d(2), up to 6, and e(1).
+
+    In the second graph c can start at once, b only after a, though b comes first in program order.
     """
-    graph = graph_of("a-c a-d b-c", names="abcd")
-    assert minimum_path_cover(graph) == (("a", "d"), ("b", "c"))
-
-
-def test_shortcuts_do_not_count() -> None:
-    """In a ─ b ─ c the shortcut a ─ c is not an edge of the minimum equivalent graph, so c follows b."""
-    assert minimum_path_cover(graph_of("a-b a-c b-c")) == (("a", "b", "c"),)
-
-
-def test_branches_of_successive_blocks_share_a_stream() -> None:
-    """One branch, c, is done when the other, f, can start: two streams do for three paths.
-
-    a ─┬─ b ─┬─ d ─┬─ e ─┬─ g
-       └─ c ─┘     └─ f ─┘
-    """
-    graph = graph_of("a-b a-c b-d c-d d-e d-f e-g f-g")
-    assert len(minimum_path_cover(graph)) == 3
-    assignment = path_cover(graph, costs_of(graph, 0.1), FREE, 8, NONE)
-    assert assignment.stream == {"a": 0, "b": 0, "c": 1, "d": 0, "e": 0, "f": 1, "g": 0}
-
-
-def test_a_path_may_begin_the_moment_another_ends() -> None:
-    """At 2 µs, c ends, and e begins in its place.
-
-    a ─┬─ b ─┬─ d
-       └─ c  └─ e
-    """
-    graph = graph_of("a-b a-c b-d b-e")
-    assert path_cover(graph, costs_of(graph), FREE, 8, NONE).stream == {"a": 0, "b": 0, "c": 1, "d": 0, "e": 1}
-
-
-def test_paths_beyond_the_streams_go_where_work_ends_first() -> None:
-    """After a come b(4) on stream 0, up to 5, and c(3) on stream 1, up to 4; then d(2), up to 6, and e(1)."""
     graph = graph_of("a-b a-c a-d a-e")
     costs = costs_of(graph, {"a": 1.0, "b": 4.0, "c": 3.0, "d": 2.0, "e": 1.0})
     assert path_cover(graph, costs, FREE, 2, NONE).stream == {"a": 0, "b": 0, "c": 1, "d": 1, "e": 0}
-
-
-def test_launches_are_issued_by_earliest_start() -> None:
-    """Op c can start at once, b after a only, though b comes first in program order."""
-    graph = graph_of("a-b", names="abc")
-    assert path_cover(graph, costs_of(graph), FREE, 2, NONE).order == ("a", "c", "b")
+    later = graph_of("a-b", names="abc")
+    assert path_cover(later, costs_of(later), FREE, 2, NONE).order == ("a", "c", "b")
 
 
 def test_pinned_ops_leave_their_path_alone() -> None:
-    """Only f is pinned; d and e stay where they are.
+    """Only f is pinned; d and e stay on stream 1.
 
     a ─ b ─ c
     d ─ e ─ f
@@ -91,9 +81,8 @@ def test_pinned_ops_leave_their_path_alone() -> None:
     graph = graph_of("a-b b-c d-e e-f")
     assignment = path_cover(graph, costs_of(graph), FREE, 2, frozenset("f"))
     assert assignment.stream == {"a": 0, "b": 0, "c": 0, "d": 1, "e": 1, "f": 0}
-    assert assignment.decisions[-1] == Decision(
-        "f", "stream 0", "must be on the caller's stream; its path is on stream 1"
-    )
+    reason = "must be on the caller's stream; its path is on stream 1"
+    assert assignment.decisions[-1] == Decision("f", "stream 0", reason)
 
 
 @given(random_graphs())
@@ -102,13 +91,8 @@ def test_paths_are_disjoint_follow_dependencies_and_are_as_few_as_possible(graph
     assert sorted(name for path in paths for name in path) == sorted(graph.ops)
     reduced = nx.transitive_reduction(graph.digraph)
     assert all(reduced.has_edge(before, after) for path in paths for before, after in pairwise(path))
+    assert all(nx.has_path(graph.digraph, *pair) for path in paths for pair in combinations(path, 2))
     bipartite = nx.Graph((("out", before), ("in", after)) for before, after in reduced.edges)
     lefts = [node for node in bipartite if node[0] == "out"]
     matched = len(nx.bipartite.hopcroft_karp_matching(bipartite, lefts)) // 2
     assert len(paths) == len(graph.ops) - matched
-
-
-@given(random_graphs())
-def test_ops_that_may_run_side_by_side_are_on_different_paths(graph: OpGraph) -> None:
-    for path in minimum_path_cover(graph):
-        assert all(nx.has_path(graph.digraph, before, after) for before, after in combinations(path, 2))
