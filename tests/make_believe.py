@@ -1,11 +1,11 @@
-"""A make-believe CUDA device: streams are queues, memory is the CPU's, and nothing runs before the host is through.
+"""A simulated CUDA device: streams are queues, memory is that of the CPU, and kernels run only when the host is done.
 
-The host only puts steps into queues, as it does on a GPU that is far behind. Then :meth:`Device.run` executes them in
-an order that the waits allow and that does most harm (:mod:`autostream.runtime.emulator`), so that a wait that is
-missing gives a wrong number. Memory comes from a caching allocator that hands a block on, to the stream that it was
-taken on, as soon as its tensor is gone::
+The host puts steps into queues, as if the GPU were far behind. Then :meth:`Device.run` executes them in an adversarial
+order among those that the waits allow (:mod:`autostream.runtime.emulator`), so that a missing wait gives a wrong
+number. Memory comes from a caching allocator that reuses a block, on the stream that allocated it, as soon as its
+tensor is freed::
 
-    host:     take memory on A │ copy on C │ wait │ drop │ take the same memory on A │ …
+    host:     allocate on A │ copy on C │ wait │ free │ allocate the same block on A │ …
     queue A:  … │ wait for C │ work │ …            queue C:  wait for A │ copy │ record │ …
 """
 
@@ -31,7 +31,7 @@ from autostream.runtime.emulator import Record, Wait, _hostile_order
 GPU = torch.device("cuda", 0)
 
 ORDERS = range(6)
-"""Seeds of :meth:`Device.run`: each of a few queues runs ahead once; then random ones."""
+"""Seeds of :meth:`Device.run`: orders in which one queue runs ahead, then random orders."""
 
 
 class Stream:
@@ -55,7 +55,7 @@ class Stream:
 
 
 class Event:
-    """A moment of a queue; recorded again, another one for whoever waits from then on."""
+    """A point in a queue; if it is recorded again, later waits are for the new point."""
 
     _recorded: str
 
@@ -70,9 +70,9 @@ class Device:
     """The device, and a ``torch.cuda`` for it.
 
     Attributes:
-        cuda: to take the place of ``torch.cuda``.
-        blocks: how many blocks of memory were taken from the device at all.
-        bytes_left: of memory; ``torch.OutOfMemoryError`` is raised beyond.
+        cuda: replaces attributes of ``torch.cuda``.
+        blocks: the number of blocks of memory that were allocated from the device.
+        bytes_left: of memory; if they do not suffice, ``torch.OutOfMemoryError`` is raised.
     """
 
     def __init__(self) -> None:
@@ -102,8 +102,8 @@ class Device:
 
     @property
     def current(self) -> Stream:
-        found: Stream = getattr(self._current, "stream", self._default)
-        return found
+        stream: Stream = getattr(self._current, "stream", self._default)
+        return stream
 
     def use(self, stream: Stream) -> None:
         self._current.stream = stream
@@ -118,7 +118,7 @@ class Device:
             self.use(before)
 
     def launch(self, step: Callable[[], object]) -> None:
-        """Put a kernel into the current stream's queue. It may use tensors' memory only: an :meth:`alias`."""
+        """Put a kernel into the current stream's queue. It must access tensors by :meth:`alias`."""
         self.current.steps.append(step)
 
     def empty_like(self, like: Tensor) -> Tensor:
@@ -136,17 +136,17 @@ class Device:
         return tensor
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor begins where one does that was taken from the device."""
+        """Whether a tensor begins at the start of a block of the device."""
         return Tensor.data_ptr(tensor) in self._blocks
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """A copy in pinned memory, of the same strides, as ``pin_memory`` makes it."""
-        return self._noted(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)).copy_(tensor)
+        """A copy in pinned memory with the same strides, as by ``pin_memory``."""
+        return self._mark_pinned(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)).copy_(tensor)
 
     def empty_pinned(self, like: Tensor) -> Tensor:
-        return self._noted(torch.empty_like(like))
+        return self._mark_pinned(torch.empty_like(like))
 
-    def _noted(self, pinned: Tensor) -> Tensor:
+    def _mark_pinned(self, pinned: Tensor) -> Tensor:
         self._pinned[id(pinned)] = pinned
         return pinned
 
@@ -154,7 +154,7 @@ class Device:
         return self._pinned.get(id(tensor)) is tensor
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """The same memory, for a kernel that is under way: it does not keep anybody from handing it on."""
+        """The tensor's memory, for a queued kernel: unlike the tensor, it does not keep the block from being reused."""
         block = self._blocks.get(tensor.data_ptr())
         if block is None:
             return tensor.detach()
@@ -162,11 +162,11 @@ class Device:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """An asynchronous copy on the current stream."""
-        to, what = self.alias(target), self.alias(source)
-        self.launch(lambda: to.copy_(what))
+        destination, values = self.alias(target), self.alias(source)
+        self.launch(lambda: destination.copy_(values))
 
     def run(self, seed: int) -> None:
-        """Execute all queues; seeds below the number of those in use let one run ahead, others go at random."""
+        """Execute all queues; a seed below the number of queues in use lets that queue run ahead, others are random."""
         queues = [stream.steps for stream in self.streams if stream.steps]
         ahead = {step.event for queue in queues for step in queue if isinstance(step, Record)}
         steps = [[step for step in queue if not isinstance(step, Wait) or step.event in ahead] for queue in queues]
@@ -180,7 +180,7 @@ class Device:
     @classmethod
     @contextmanager
     def installed(cls, patch: pytest.MonkeyPatch) -> Iterator[Device]:
-        """A device in the place of all others, for all threads; the calling one is active."""
+        """Replace the CUDA device for all threads; it is active in the calling thread."""
         device = cls()
         for name, value in vars(device.cuda).items():
             patch.setattr(torch.cuda, name, value)
@@ -192,13 +192,13 @@ class Device:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let this thread's calls of PyTorch know the device."""
+        """Redirect this thread's calls of PyTorch to the device."""
         with _Calls(self):
             yield
 
 
 class _Calls(TorchFunctionMode):
-    """Calls that concern the device, in this thread."""
+    """Redirects calls of PyTorch that concern the device, in this thread."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class _Calls(TorchFunctionMode):
         if func is Tensor.to and device.holds(args[0]):
             return args[0]
         if (func is Tensor.clone and device.holds(args[0])) or (func is Tensor.to and args[1:] == (GPU,)):
-            twin = device.empty_like(args[0])
-            device.copy(twin, args[0])
-            return twin.requires_grad_(args[0].requires_grad and torch.is_grad_enabled())
+            clone = device.empty_like(args[0])
+            device.copy(clone, args[0])
+            return clone.requires_grad_(args[0].requires_grad and torch.is_grad_enabled())
         return func(*args, **kwargs)

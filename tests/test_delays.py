@@ -1,4 +1,4 @@
-"""Delays show what is missing, and do no harm where nothing is; here on the CPU, where streams are threads."""
+"""Delays reveal missing waits, and do no harm if none is missing; on the CPU, where streams are threads."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from tests.runtime.programs import fused_case
 pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cells() -> Planned:
     torch.manual_seed(0)
     return planned(Cells(), [(torch.randn(4, 8),) for _ in range(2)])
 
 
-def test_delays_are_put_before_ops_and_are_the_same_for_the_same_seed(cells: Planned) -> None:
-    lowered = cells.lowered(cells.schedule("scattered", 3, captured=False))
+def test_delays_are_inserted_before_ops_of_all_lanes(cells: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = cells.schedule("scattered", 3, captured=False)
+    lowered = cells.lowered(schedule)
     before = lowered.code
     first, again, other = (delayed(cells, lowered, seed) for seed in (1, 1, 2))
     assert lowered.code == before
@@ -33,30 +34,31 @@ def test_delays_are_put_before_ops_and_are_the_same_for_the_same_seed(cells: Pla
     assert 1 <= len(pauses) <= MOST
     assert all(node.next.name in cells.graph.ops for node in pauses)
     assert all(node.args[0] == "cpu" and 1 <= node.args[1] <= LONGEST_US["cpu"] for node in pauses)
-    kept = [node.name for node in first.graph.nodes if node.target is not pause]
-    assert kept == [node.name for node in lowered.graph.nodes]
-
-
-def test_all_lanes_are_delayed_some_time(cells: Planned) -> None:
-    lowered, seen = cells.lowered(cells.schedule("scattered", 3, captured=False)), set()
+    others = [node.name for node in first.graph.nodes if node.target is not pause]
+    assert others == [node.name for node in lowered.graph.nodes]
+    lanes = set()
     for seed in range(10):
         lane = 0
         for node in delayed(cells, lowered, seed).graph.nodes:
             lane = node.args[1] if node.target is streams.use else lane
-            seen |= {lane} if node.target is pause else set()
-    assert seen == {0, 1, 2}
+            lanes |= {lane} if node.target is pause else set()
+    assert lanes == {0, 1, 2}
+    slept: list[float] = []
+    monkeypatch.setattr(module.time, "sleep", slept.append)
+    with torch.no_grad():
+        cells.run(first, schedule.streams)(*cells.arguments[0])
+    assert sorted(slept) == sorted(node.args[1] / 1e6 for node in pauses)
 
 
 @pytest.mark.parametrize(("policy", "lanes"), [("critical_path", 3), ("scattered", 3)])
 def test_delays_do_no_harm(cells: Planned, policy: str, lanes: int) -> None:
     schedule = cells.schedule(policy, lanes, captured=False)
     assert schedule.streams == lanes
-    found = list(symptoms(cells, schedule, cells.expected(), range(10), runs=20))
-    assert found == [""] * 20
+    assert list(symptoms(cells, schedule, cells.expected(), range(10), runs=20)) == [""] * 20
 
 
-def test_each_run_sees_other_arguments_than_the_one_before() -> None:
-    """Fifteen runs with ten seeds: each seed serves one or two, and arguments take turns all the way."""
+def test_consecutive_runs_have_different_arguments() -> None:
+    """Fifteen runs with ten seeds: each seed has one or two runs."""
     model = planned(nn.ReLU(), [(torch.full((2,), float(at)),) for at in (1, 2)])
     expected = model.expected()
     schedule = model.schedule("sequential", 1, captured=False)
@@ -65,33 +67,26 @@ def test_each_run_sees_other_arguments_than_the_one_before() -> None:
     assert wrong == [f"seed {seed}: wrong numbers for arguments {at}" for seed in (0, 1) for at in (0, 1)]
 
 
-def test_a_missing_wait_shows(cells: Planned) -> None:
-    """Each of them that is for the end of an op. The fork is none here: inputs are there when a thread starts."""
-    expected = cells.expected()
-    changed = list(without_inner_waits(cells.schedule("scattered", 3, captured=False)))
-    assert len(changed) > 5
+def test_every_missing_inner_wait_is_revealed(cells: Planned) -> None:
+    expected, schedule = cells.expected(), cells.schedule("scattered", 3, captured=False)
+    changed = list(without_inner_waits(schedule))
+    assert 5 < len(changed) < schedule.wait_count
     for broken in changed:
+        assert broken.wait_count == schedule.wait_count - 1
         assert any(symptoms(cells, broken, expected, range(40), runs=40))
 
 
-def test_inner_waits_leave_all_streams_forked_and_joined(cells: Planned) -> None:
-    schedule = cells.schedule("critical_path", 3, captured=False)
-    changed = list(without_inner_waits(schedule))
-    assert 0 < len(changed) < schedule.wait_count
-    assert {each.wait_count for each in changed} == {schedule.wait_count - 1}
-
-
-def test_what_is_not_the_same_twice_is_no_yardstick() -> None:
+def test_a_model_must_be_deterministic_and_depend_on_its_arguments() -> None:
     noise = planned(nn.Dropout(0.5), [(torch.ones(100),)])
     with pytest.raises(AssertionError, match="does not compute the same twice"):
         noise.expected()
-    deaf = planned(nn.ReLU(), [(-torch.ones(2),), (-torch.full((2,), 2.0),)])
+    constant = planned(nn.ReLU(), [(-torch.ones(2),), (-torch.full((2,), 2.0),)])
     with pytest.raises(AssertionError, match="stale result"):
-        deaf.expected()
+        constant.expected()
 
 
-def test_fused_kernels_are_delayed_too() -> None:
-    """What they compute in between lies in an arena, and some of it is written part by part."""
+def test_fused_kernels_are_delayed() -> None:
+    """Their intermediates are in an arena, and some storages are written part by part."""
     case = fused_case()
     others = tuple(tensor + 1 for tensor in case.tensors)
     fused = Planned(case.program, case.graph, (case.tensors, others))
@@ -104,8 +99,8 @@ def test_fused_kernels_are_delayed_too() -> None:
         assert same(fused.run(lowered, schedule.streams)(*args), case.program.module(*untouched))
 
 
-def test_captured_runs_are_delayed_as_others_are(cells: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a graph there is here only the run that would be captured, called at each replay."""
+def test_captured_runs_are_delayed(cells: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a captured graph runs at each replay."""
     pools: list[object] = []
 
     class Graph:
@@ -122,18 +117,6 @@ def test_captured_runs_are_delayed_as_others_are(cells: Planned, monkeypatch: py
     monkeypatch.setattr(module, "CapturedGraph", Graph)
     schedule, expected = cells.schedule("scattered", 3, captured=True), cells.expected()
     assert list(captured_symptoms(cells, schedule, expected, range(5), runs=10)) == [""] * 10
-    assert len(pools) == 6
-    assert len(set(pools)) == 1
+    assert (len(pools), len(set(pools))) == (6, 1)
     wrong = list(captured_symptoms(cells, schedule, expected[::-1], range(1), runs=2))
     assert wrong == ["seed 0: wrong numbers for arguments 0", "seed 0: wrong numbers for arguments 1"]
-
-
-def test_a_run_is_late_as_often_and_as_long_as_its_graph_says(cells: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(module.time, "sleep", slept.append)
-    schedule = cells.schedule("scattered", 3, captured=False)
-    lowered = delayed(cells, cells.lowered(schedule), 1)
-    wanted = [node.args[1] / 1e6 for node in lowered.graph.nodes if node.target is pause]
-    with torch.no_grad():
-        cells.run(lowered, schedule.streams)(*cells.arguments[0])
-    assert sorted(slept) == sorted(wanted)

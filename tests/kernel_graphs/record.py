@@ -1,11 +1,10 @@
-"""Fuse small models, and keep what TorchInductor made of them.
+"""Records the graphs of kernels into which TorchInductor fuses small models.
 
     python -m tests.kernel_graphs.record            all
     python -m tests.kernel_graphs.record towers     one
 
-Needs a GPU and Triton. Models stay on the CPU, where they are traced as if they were on the GPU, and are never run.
-Recordings depend on the version of PyTorch and, a little, on the GPU: what tests say of them should follow from the
-models alone.
+Needs a GPU and Triton. The models stay on the CPU, are traced as if they were on the GPU, and are not run. Recordings
+depend on the version of PyTorch and, a little, on the GPU: tests should only expect what follows from the models.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tests.kernel_graphs.recordings import DEVICE, recorded, write
 
 
 def inception() -> nn.Module:
-    r"""Four branches over one input, put side by side.
+    r"""Four branches over one input, concatenated.
 
        ╭▶ branch1 ───────────╮
        ├▶ branch2.0 ─▶ 2.1 ──┤
@@ -31,7 +30,7 @@ def inception() -> nn.Module:
        ├▶ branch3.0 ─▶ 3.1 ──┤
        ╰▶ pool ─▶ branch4.1 ─╯
     """
-    from torchvision.models.googlenet import Inception  # recording alone needs it
+    from torchvision.models.googlenet import Inception  # needed for recording only
 
     return Inception(16, 8, 8, 16, 4, 8, 8).eval()
 
@@ -51,7 +50,7 @@ class Towers(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of several heads, in products: queries, keys and values depend on the input alone."""
+    """Attention of several heads as matrix products: queries, keys and values are independent."""
 
     def __init__(self, width: int = 32, heads: int = 4) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ class Attention(nn.Module):
 
 
 class Norms(nn.Module):
-    """Two branches of different widths, each with a batch norm that learns."""
+    """Two branches of different widths, each with a batch norm in training mode."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -80,7 +79,7 @@ class Norms(nn.Module):
 
 
 class Ranked(nn.Module):
-    """Ops that stay ATen's, of two results each, among them two that draw random numbers."""
+    """Ops that Inductor does not fuse, with two results each, two of them random."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -94,7 +93,7 @@ class Ranked(nn.Module):
 
 
 class Written(nn.Module):
-    """Writes an input that was read before; returns what follows from the new one, and a view of what did of the old.
+    """Mutates an input after it was read; returns a result of the new values, and a view of a result of the old ones.
 
     x ─▶ old ─▶ transposed
     │
@@ -120,11 +119,11 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Sequence[tuple[int, ...]]]] 
     "ranked": (Ranked, [(8, 16)]),
     "written": (Written, [(8, 16), (8, 16)]),
 }
-"""By the names of their recordings, with the shapes of their inputs."""
+"""Name of the recording to model and shapes of its inputs."""
 
 
 def fused(name: str) -> Program:
-    """A model as kernels of half precision."""
+    """A model in half precision, fused."""
     model, shapes = MODELS[name]
     return fuse(trace(model().half(), [torch.ones(shape).half() for shape in shapes], device=DEVICE).program)
 

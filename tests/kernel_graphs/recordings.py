@@ -1,17 +1,17 @@
-"""Programs of kernels as files, for tests of hazards and schedules on machines without a GPU.
+"""Reads and writes recorded programs of kernels, for tests of hazards and schedules on machines without a GPU.
 
-A recording says all that those need of a program, and nothing can be run: what each call takes and what lies where, but
-not what kernels compute. ``record.py`` makes them; to record anew, on a machine with a GPU and Triton::
+A recording has the calls, their arguments and the layout of all tensors, but not the code of kernels: it cannot be run.
+``record.py`` makes recordings; to make them again, on a machine with a GPU and Triton::
 
     python -m tests.kernel_graphs.record
 
-In the file, as in fx's own printing, ``"%buf0"`` is what the node ``buf0`` yields::
+In the file, as in fx's own printing, ``"%buf0"`` is the value of the node ``buf0``::
 
-    "placeholders"    names, owners, and values, of the program's arguments
-    "kernels"         by name, positions of the arguments that each writes, and of those that it does not read
-    "nodes"           calls in program order, of kernels and of operators, and their values
+    "placeholders"    names, roles and values of the program's arguments
+    "kernels"         by name: positions of the arguments that it writes, and of those that it does not read
+    "nodes"           calls of kernels and operators in program order, with their values
     "outputs"         names of the nodes returned
-    "storages"        bytes, by the name of the first node whose value lies there (``"buf1.1"``: its second result)
+    "storages"        bytes, by the name of the first node with a value in it (``"buf1.1"``: its second result)
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ FOLDER = Path(__file__).parent
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 DEVICE = "cuda:0"
-"""What is recorded runs here."""
+"""The device of all recordings."""
 
 Recording = Mapping[str, Any]
-"""What is in the file."""
+"""The content of a file."""
 
 
 def read(name: str) -> Recording:
-    """A recording as it is in the file."""
+    """Read a recording from its file."""
     recording: Recording = json.loads((FOLDER / f"{name}.json").read_text())
     return recording
 
 
 def write(name: str, recording: Recording) -> None:
-    """Make a file of a recording."""
+    """Write a recording to its file."""
     (FOLDER / f"{name}.json").write_text(text_of(recording))
 
 
@@ -60,7 +60,7 @@ def text_of(recording: Recording) -> str:
 
 
 def recorded(program: Program) -> Recording:
-    """What to keep of a program of kernels."""
+    """The recording of a program of kernels."""
     nodes = list(program.module.graph.nodes)
     names: dict[int, str] = {}
     sizes: dict[str, int] = {}
@@ -70,7 +70,7 @@ def recorded(program: Program) -> Recording:
             sizes[name] = tensor.untyped_storage().nbytes()
     calls = [node for node in nodes if node.op == "call_function"]
     kernels = {node.target for node in calls if isinstance(node.target, Kernel)}
-    assert len(calls) + len(program.placeholders) + 1 == len(nodes), "a recording holds calls, and no tensors"
+    assert len(calls) + len(program.placeholders) + 1 == len(nodes), "a recording cannot hold constants"
     return {
         "placeholders": [
             {
@@ -90,8 +90,8 @@ def recorded(program: Program) -> Recording:
             {
                 "name": node.name,
                 "target": "getitem" if node.target is operator.getitem else str(node.target),
-                "args": _written_down(node.args),
-                "kwargs": _written_down(node.kwargs),
+                "args": _argument_to_json(node.args),
+                "kwargs": _argument_to_json(node.kwargs),
                 "value": _described(node.meta["val"], names),
             }
             for node in calls
@@ -102,24 +102,27 @@ def recorded(program: Program) -> Recording:
 
 
 def program_of(recording: Recording) -> Program:
-    """The program that was recorded: with fake values on its GPU, which need not be there, and kernels without code."""
-    graph, made = fx.Graph(), dict[str, fx.Node]()
+    """The recorded program, with fake values on a GPU that need not exist, and kernels without code."""
+    graph, nodes_by_name = fx.Graph(), dict[str, fx.Node]()
     targets: dict[str, Any] = {"getitem": operator.getitem}
     for name, kernel in recording["kernels"].items():
         targets[name] = Kernel(name, _refuse, frozenset(kernel["written"]), frozenset(kernel["overwritten"]))
     for placeholder in recording["placeholders"]:
-        made[placeholder["name"]] = graph.placeholder(placeholder["name"])
+        nodes_by_name[placeholder["name"]] = graph.placeholder(placeholder["name"])
     for call in recording["nodes"]:
         target = targets.get(call["target"]) or reduce(getattr, call["target"].split("."), torch.ops)
-        args, kwargs = _read_back(call["args"], made), _read_back(call["kwargs"], made)
-        made[call["name"]] = graph.create_node("call_function", target, tuple(args), kwargs, call["name"])
-    graph.output(tuple(made[name] for name in recording["outputs"]))
+        args, kwargs = (
+            _argument_from_json(call["args"], nodes_by_name),
+            _argument_from_json(call["kwargs"], nodes_by_name),
+        )
+        nodes_by_name[call["name"]] = graph.create_node("call_function", target, tuple(args), kwargs, call["name"])
+    graph.output(tuple(nodes_by_name[name] for name in recording["outputs"]))
     with FakeTensorMode():
         memory = {
             name: torch.empty(size, dtype=torch.uint8, device=DEVICE) for name, size in recording["storages"].items()
         }
     for entry in (*recording["placeholders"], *recording["nodes"]):
-        made[entry["name"]].meta["val"] = _value(entry["value"], memory)
+        nodes_by_name[entry["name"]].meta["val"] = _value(entry["value"], memory)
     placeholders = tuple(
         Placeholder(entry["name"], Role(entry["role"]), entry["target"], entry["storage"])
         for entry in recording["placeholders"]
@@ -136,13 +139,13 @@ def _refuse(*args: object) -> None:
 
 
 def _tensors(value: Any) -> list[tuple[int, Tensor]]:
-    """Of what an op returns, with their places there; of some, as of attention, parts are ``None`` or numbers."""
+    """The tensors among the results of an op, with their positions; attention also returns ``None`` and numbers."""
     results = value if isinstance(value, list | tuple) else [value]
     return [(at, result) for at, result in enumerate(results) if isinstance(result, Tensor)]
 
 
 def _described(value: Any, names: Mapping[int, str]) -> Any:
-    """Where a tensor lies, sizes counted in elements; a list for several results, and numbers as they are."""
+    """A tensor as storage, dtype and layout in elements; several results as a list; numbers as they are."""
     match value:
         case Tensor():
             return {
@@ -154,7 +157,7 @@ def _described(value: Any, names: Mapping[int, str]) -> Any:
             }
         case list() | tuple():
             return [_described(result, names) for result in value]
-    return _written_down(value)
+    return _argument_to_json(value)
 
 
 def _value(described: Any, memory: Mapping[str, Tensor]) -> Any:
@@ -170,29 +173,29 @@ def _value(described: Any, memory: Mapping[str, Tensor]) -> Any:
 # Arguments
 
 
-def _written_down(argument: Any) -> Any:
+def _argument_to_json(argument: Any) -> Any:
     match argument:
         case None | bool() | int() | float():
             return argument
         case list() | tuple():
-            return [_written_down(item) for item in argument]
+            return [_argument_to_json(item) for item in argument]
         case dict():
-            return {key: _written_down(item) for key, item in argument.items()}
+            return {key: _argument_to_json(item) for key, item in argument.items()}
         case fx.Node():
             return f"%{argument.name}"
         case torch.dtype() | torch.device():
             return str(argument)
-    raise TypeError(f"no way is known to write down {argument!r}")
+    raise TypeError(f"there is no JSON form for {argument!r}")
 
 
-def _read_back(argument: Any, made: Mapping[str, fx.Node]) -> Any:
+def _argument_from_json(argument: Any, nodes_by_name: Mapping[str, fx.Node]) -> Any:
     match argument:
         case list():
-            return [_read_back(item, made) for item in argument]
+            return [_argument_from_json(item, nodes_by_name) for item in argument]
         case dict():
-            return {key: _read_back(item, made) for key, item in argument.items()}
+            return {key: _argument_from_json(item, nodes_by_name) for key, item in argument.items()}
         case str() if argument.startswith("%"):
-            return made[argument.removeprefix("%")]
+            return nodes_by_name[argument.removeprefix("%")]
         case str() if argument.startswith("torch."):
             return _dtype(argument)
         case str():
