@@ -166,16 +166,6 @@ def test_batches_for_a_graph_come_in_as_many_input_buffers_as_needed(device: Dev
     assert len(input_buffers_of(fast)) == 0
 
 
-def test_batches_that_are_kept_are_not_overwritten(device: Device) -> None:
-    """A batch; a view of one; all batches."""
-    ahead = autostream.prefetch(Loader(12), "cuda", into=FAST)
-    kept = [batch[1:] if number else batch for number, batch in enumerate(ahead) if number < 2]
-    everything = list(ahead)
-    device.run(0)
-    assert [each.mean().item() for each in kept] == [0, 1]
-    assert [each.mean().item() for each in everything] == list(range(12))
-
-
 def test_only_batches_like_the_first_come_in_input_buffers(device: Device) -> None:
     """The last is smaller; one has a tensor more."""
     x = torch.ones(4)
