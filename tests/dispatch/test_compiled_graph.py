@@ -55,6 +55,7 @@ def test_aliases_are_part_of_the_signature() -> None:
     x = torch.ones(2)
     assert graph(x, x)[0].tolist() == [4.0, 4.0]
     assert x.tolist() == [2.0, 2.0]
+    assert len(graph.signatures) == 2
 
 
 @torch.no_grad()
