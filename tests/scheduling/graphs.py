@@ -25,17 +25,8 @@ INPUT = Storage("x_in", Role.INPUT, bytes=1024, holders=("x_in",))
 def op(name: str, reads: Iterable[str] = (), **fields: Any) -> Op:
     """An op that allocates and writes the storage of its own name; ``fields`` are those of :class:`Op`."""
     own = frozenset({name})
-    return Op(
-        **{
-            "name": name,
-            "target": "aten.relu.default",
-            "nodes": (name,),
-            "reads": frozenset(reads) or frozenset({INPUT.name}),
-            "writes": own,
-            "allocates": own,
-            **fields,
-        }
-    )
+    accesses = {"reads": frozenset(reads) or frozenset({INPUT.name}), "writes": own, "allocates": own}
+    return Op(name, "aten.relu.default", (name,), **{**accesses, **fields})
 
 
 def graph_of(edges: Iterable[Edge] | str, names: Iterable[str] = (), outputs: Iterable[str] = ()) -> OpGraph:
@@ -51,8 +42,8 @@ def graph_of(edges: Iterable[Edge] | str, names: Iterable[str] = (), outputs: It
     """
     pairs = _pairs(edges)
     order = list(dict.fromkeys([*names, *(name for pair in pairs for name in pair)]))
-    place = {name: at for at, name in enumerate(order)}
-    backwards = [pair for pair in pairs if place[pair[0]] >= place[pair[1]]]
+    position = {name: at for at, name in enumerate(order)}
+    backwards = [pair for pair in pairs if position[pair[0]] >= position[pair[1]]]
     assert not backwards, f"program order must be topological; mention the producer first in {backwards}"
     reads: dict[str, list[str]] = {name: [] for name in order}
     for before, after in pairs:
@@ -69,7 +60,7 @@ def graph_of(edges: Iterable[Edge] | str, names: Iterable[str] = (), outputs: It
 
 
 def profile_with(**fields: Any) -> DeviceProfile:
-    """A device whose edges, forks and joins cost nothing, but for ``fields``."""
+    """A device whose edges, forks and joins cost nothing, except for ``fields``."""
     free = {"same_stream_edge_us": 0.0, "cross_stream_edge_us": 0.0, "fork_us": 0.0, "join_us": 0.0}
     plain = {"name": "test", "multiprocessors": 100, "bandwidth": 1e6, "flops": {"float16": 1e6}, "kernel_us": 1.0}
     return DeviceProfile(**{**plain, "source": "table", **free, **fields})
@@ -106,7 +97,7 @@ def random_graphs(draw: st.DrawFn, max_ops: int = 12, max_reads: int = 3) -> OpG
 
 @st.composite
 def random_costs(draw: st.DrawFn, graph: OpGraph, shares: bool = True) -> Mapping[str, OpCost]:
-    """Durations of whole µs, 0 to 20; with ``shares``, any share of the SMs and of the bandwidth, else tiny ones."""
+    """Durations of 0 to 20 whole µs; with ``shares``, any share of the SMs and of the bandwidth, else tiny ones."""
     share = st.sampled_from([0.01, 0.25, 0.5, 1.0]) if shares else st.just(0.001)
     return {name: OpCost(float(draw(st.integers(0, 20))), draw(share), draw(share), "roofline") for name in graph.ops}
 
@@ -121,10 +112,10 @@ def planned(draw: st.DrawFn, shares: bool = True) -> tuple[OpGraph, Mapping[str,
 
 
 def check_assignment(graph: OpGraph, assignment: Assignment, streams: int, pinned: Iterable[str] = ()) -> None:
-    """What every policy owes: each op once, after all that it depends on, on a stream in range, pinned ones on 0."""
+    """Assert that each op is there once, after all it depends on, on a stream in range, and pinned ones on stream 0."""
     assert sorted(assignment.order) == sorted(graph.ops) == sorted(assignment.stream)
-    place = {name: at for at, name in enumerate(assignment.order)}
-    assert all(place[dependency.before] < place[dependency.after] for dependency in graph.dependencies)
+    position = {name: at for at, name in enumerate(assignment.order)}
+    assert all(position[dependency.before] < position[dependency.after] for dependency in graph.dependencies)
     assert set(assignment.stream.values()) <= set(range(assignment.streams))
     assert 1 <= assignment.streams <= streams
     assert all(assignment.stream[name] == 0 for name in pinned)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from autostream.ir import Assignment, OpCost, OpGraph
 from autostream.scheduling.coarsen import coarsen, expand
 from autostream.scheduling.policies import POLICIES, Policy, in_chains
-from autostream.scheduling.policies.critical_path import critical_path
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from tests.scheduling.graphs import check_assignment, costs_of, graph_of, profile_with, random_costs, random_graphs
@@ -95,16 +94,3 @@ def test_no_policy_splits_a_chain(policy: Policy, data: st.DataObject, streams: 
     assignment = policy(graph, costs, PROFILE, streams, graph.pinned)
     for chain in coarsen(graph, costs, PROFILE, graph.pinned).chains.values():
         assert len({assignment.stream[name] for name in chain}) == 1
-
-
-def test_list_scheduling_without_chains_would_split_one() -> None:
-    """After u, z takes its stream, since more depends on it than on v; v would go where x has just ended.
-
-    x ─ y     u ─ v ─┬─ s     z
-                     └─ t
-    """
-    graph = graph_of("x-y u-v v-s v-t", names="xuzyvst")
-    costs = costs_of(graph, {"x": 15.0, "u": 10.0, "z": 22.0, "y": 20.0, "v": 1.0, "s": 20.0, "t": 20.0})
-    for policy, together in ((critical_path, False), (POLICIES["critical_path"], True)):
-        stream = policy(graph, costs, PROFILE, 2, NONE).stream
-        assert (stream["u"] == stream["v"]) == together

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -25,17 +24,6 @@ def releases(graph: OpGraph, *launches: Launch) -> dict[str, tuple[str, ...]]:
     """The releases, by the op after which they come."""
     placed = place_releases(graph, Schedule("drawn", 3, launches))
     return {launch.op: launch.releases for launch in placed.launches if launch.releases}
-
-
-def test_a_reader_on_another_stream_is_over_once_the_allocating_stream_has_waited_for_it() -> None:
-    """
-    0:  a ──── b ─▶ d ── e     b launched after c does not wait for it, d does; stream 1 does not wait for d
-         ╲         ╱
-    1:    c ──────╯
-    """
-    graph = graph_of("a-b a-c b-d c-d", names="abcde", outputs="e")
-    launches = (Launch("a", 0), Launch("c", 1, ("a",)), Launch("b", 0), Launch("d", 0, ("c",)), Launch("e", 0))
-    assert releases(graph, *launches) == {"d": ("a", "b", "d")}
 
 
 def test_storages_of_the_caller_and_in_the_arena_are_not_released() -> None:
@@ -116,17 +104,6 @@ def test_waits_that_others_imply_are_removed() -> None:
     found = waiting(graph, Schedule("by hand", 3, launches, ("y",)), costs_of(graph, {"a": 20.0, "b": 20.0}))
     assert waits(found) == {"x": (FORK,), "y": ("x",), "b": ("y",)}
     assert found.join_waits == ()
-    verify(graph, place_releases(graph, found))
-
-
-def test_streams_wait_for_each_others_memory_again_and_again() -> None:
-    """Two chains of ten: each stream waits for memory of the other about one op later."""
-    left, right = ([f"{side}{at}" for at in range(10)] for side in "lr")
-    names = [name for pair in zip(left, right, strict=True) for name in pair]
-    graph = graph_of([*pairwise(left), *pairwise(right)], names, outputs=["l9", "r9"])
-    launches = tuple(Launch(name, int(name[0] == "r"), (FORK,) if name == "r0" else ()) for name in names)
-    found = waiting(graph, Schedule("by hand", 2, launches, ("r9",)), costs_of(graph, 10.0))
-    assert found.wait_count > 10
     verify(graph, place_releases(graph, found))
 
 

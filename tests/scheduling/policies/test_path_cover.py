@@ -32,32 +32,25 @@ def test_a_diamond_is_two_paths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("edges", "paths"),
+    ("edges", "paths", "stream"),
     [
-        pytest.param("a-c a-d b-c", ("ad", "bc"), id="a greedy choice of c for a is undone"),
-        pytest.param("a-b a-c b-c", ("abc",), id="the edge from a to c is implied"),
-    ],
-)
-def test_covers_of_drawn_graphs(edges: str, paths: tuple[str, ...]) -> None:
-    graph = graph_of(edges, names=sorted({*edges} & {*"abcd"}))
-    assert tuple("".join(path) for path in minimum_path_cover(graph)) == paths
-
-
-@pytest.mark.parametrize(
-    ("edges", "streams", "stream"),
-    [
+        # a ─┬─ d      a greedy choice of c for a is undone
+        # b ─┴─ c
+        ("a-c a-d b-c", "ad bc", "0110"),
+        # a ── b ── c      the edge from a to c is implied
+        ("a-b a-c b-c", "abc", "000"),
         # a ─┬─ b ─┬─ d ─┬─ e ─┬─ g      c ends before f starts: two streams for three paths
         #    └─ c ─┘     └─ f ─┘
-        ("a-b a-c b-d c-d d-e d-f e-g f-g", 8, "0010010"),
+        ("a-b a-c b-d c-d d-e d-f e-g f-g", "abdeg c f", "0010010"),
         # a ─┬─ b ─┬─ d      e begins when c ends
         #    └─ c  └─ e
-        ("a-b a-c b-d b-e", 8, "00101"),
+        ("a-b a-c b-d b-e", "abd c e", "00101"),
     ],
 )
-def test_paths_share_a_stream_if_one_ends_before_the_other_begins(edges: str, streams: int, stream: str) -> None:
-    graph = graph_of(edges)
-    found = path_cover(graph, costs_of(graph), FREE, streams, NONE).stream
-    assert "".join(str(found[name]) for name in sorted(found)) == stream
+def test_paths_and_their_streams(edges: str, paths: str, stream: str) -> None:
+    graph = graph_of(edges, names=sorted({*edges} - {*"- "}))
+    assert " ".join("".join(path) for path in minimum_path_cover(graph)) == paths
+    assert "".join(map(str, path_cover(graph, costs_of(graph), FREE, 8, NONE).stream.values())) == stream
 
 
 def test_further_paths_go_where_work_ends_first_and_launches_are_in_order_of_earliest_start() -> None:
