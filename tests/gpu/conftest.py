@@ -1,4 +1,4 @@
-"""What all tests on a GPU leave behind: nothing."""
+"""Fixtures of the tests on a GPU."""
 
 from __future__ import annotations
 
@@ -7,12 +7,42 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
+
+from autostream.runtime import arena
 
 
 @pytest.fixture(autouse=True)
-def _memory_goes_back() -> Iterator[None]:
-    """The next test has the GPU for itself."""
+def _memory_is_freed() -> Iterator[None]:
+    """Return cached memory to the driver after each test: several processes test on one GPU."""
     yield
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def several_streams_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule over several streams is chosen, if there is one, whatever is measured."""
+    monkeypatch.setattr("autostream.tuning.select.interleaved", lambda timers, *_: [1.0, 0.5][: len(timers)])
+    monkeypatch.setattr("autostream.tuning.select.VARIANTS", 0)
+
+
+@pytest.fixture
+def arena_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedules use an arena, even where separate allocations would need no more memory."""
+    monkeypatch.setattr("autostream.tuning.candidates.peak_bytes", lambda graph, schedule: -schedule.arena.bytes)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Fill arenas with NaN, -1 and ``True`` at the start of each run or replay; returns their sizes in bytes."""
+    sizes: list[int] = []
+    reserve = arena.reserve
+
+    def filled(device: str, size: int) -> Tensor:
+        sizes.append(size)
+        return reserve(device, size).fill_(0xFF)
+
+    monkeypatch.setattr(arena, "reserve", filled)
+    return sizes

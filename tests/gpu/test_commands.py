@@ -1,4 +1,4 @@
-"""Commands where the GPU is: what they say was measured."""
+"""Commands on a machine with a GPU, which measure on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autostream import cli
 
 pytestmark = pytest.mark.gpu
 
-TOWERS = """
+MODEL = """
 import torch
 from torch import nn
 
@@ -28,22 +28,18 @@ class Towers(nn.Module):
 def build():
     return Towers().eval(), (torch.ones(4, 512),)
 """
-
 OPTIONS = ("--device", "cuda", "--kernels", "eager", "--tuning-seconds", "2")
 
 
-@pytest.fixture(autouse=True)
-def towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_say_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trace has the ops of a measured run beside those of the predicted one."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "net.py").write_text(TOWERS)
-
-
-def test_explain_says_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "net.py").write_text(MODEL)
     assert cli.main(["explain", "net.py:build", *OPTIONS]) == 0
     assert re.search(r"^measured +[\d.,]+ µs", capsys.readouterr().out, re.MULTILINE)
 
-
-def test_a_trace_has_the_run_that_was_watched_beside_the_predicted_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trace", "net.py:build", *OPTIONS]) == 0
     out, err = capsys.readouterr()
     ops = [event for event in json.loads(out)["traceEvents"] if event["ph"] == "X" and event["cat"] == "op"]
@@ -51,7 +47,5 @@ def test_a_trace_has_the_run_that_was_watched_beside_the_predicted_one(capsys: p
     assert sorted(predicted) == sorted(measured)
     assert err == ""
 
-
-def test_env_names_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["env"]) == 0
     assert torch.cuda.get_device_name(0) in capsys.readouterr().out

@@ -1,11 +1,12 @@
-"""A model on a device that is not the current one: the whole way runs there, and the current one is left alone.
+"""Models on a device that is not the current one, and models over two devices; the current device stays the same.
 
-With one GPU, the device is the current one; the second is tested where there are two, and so are models over both.
+With one GPU, that is the current device, and the tests of two devices are skipped.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ two_gpus = pytest.mark.skipif(len(DEVICES) < 2, reason="needs two GPUs")
 
 
 class Branches(nn.Module):
-    """Three branches with dropout and batch statistics, so that generators and buffers are on the device as well."""
+    """Three branches with dropout and batch statistics: the device's generator and buffers are used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,17 +33,22 @@ class Branches(nn.Module):
         return torch.cat([nn.functional.dropout(branch(x)) for branch in self.branches])
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("mode", ["cuda graph", "streams"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_model_runs_where_it_lies(device: str, mode: str) -> None:
+def test_a_model_runs_on_its_device_and_the_callers_device_and_stream_stay(device: str, mode: str) -> None:
     torch.manual_seed(0)
     model = Branches().to(device)
-    options = {"policy": "critical_path", "streams": 3, "memory_budget": math.inf}
+    options: dict[str, Any] = {"policy": "critical_path", "streams": 3, "memory_budget": math.inf}
     fast = autostream.optimize(model, cuda_graph=mode == "cuda graph", **options)
-    with torch.no_grad():
-        for seed in range(4):
-            x = torch.randn(32, 64, device=device)
-            before = {name: value.clone() for name, value in model.state_dict().items()}
+    stream, other = torch.cuda.Stream(device), torch.cuda.Stream("cuda:0")
+    for seed in range(4):
+        x = torch.randn(32, 64, device=device)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        torch.cuda.synchronize(device)
+        with torch.cuda.stream(other if seed % 2 else None), torch.cuda.stream(stream if seed % 2 else None):
+            torch.cuda.set_device("cuda:0")
+            streams = [torch.cuda.current_stream(each) for each in DEVICES]
             torch.cuda.manual_seed_all(seed)
             y = fast(x)
             rng, after = torch.cuda.get_rng_state(device), {k: v.clone() for k, v in model.state_dict().items()}
@@ -53,32 +59,15 @@ def test_a_model_runs_where_it_lies(device: str, mode: str) -> None:
             torch.testing.assert_close(dict(model.state_dict()), after, rtol=0, atol=0)
             assert y.device == torch.device(device)
             assert torch.cuda.current_device() == 0
-            assert torch.cuda.current_stream() == torch.cuda.default_stream()
+            assert [torch.cuda.current_stream(each) for each in DEVICES] == streams
+        torch.cuda.synchronize(device)
     (report,) = fast.reports
     assert report.mode in (mode, "one stream"), report.refusals
     assert report.signature.startswith(f"32x64:float32 on {device}")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_callers_of_another_device_and_stream_keep_theirs(device: str) -> None:
-    model = Branches().to(device).eval()
-    fast = autostream.optimize(model, cuda_graph=True)
-    x = torch.randn(32, 64, device=device)
-    stream, own = torch.cuda.Stream(device), torch.cuda.Stream("cuda:0")
-    torch.cuda.synchronize(device)
-    with torch.no_grad(), torch.cuda.stream(own), torch.cuda.stream(stream):
-        torch.cuda.set_device("cuda:0")
-        torch.cuda.manual_seed_all(1)
-        y = fast(x)
-        assert torch.cuda.current_device() == 0
-        assert torch.cuda.current_stream(device) == stream
-        stream.synchronize()
-        torch.cuda.manual_seed_all(1)
-        torch.testing.assert_close(y, model(x), rtol=0, atol=0)
-
-
 @two_gpus
-def test_one_model_moved_to_another_device() -> None:
+def test_a_model_may_be_moved_to_another_device_and_back() -> None:
     model = Branches().to(DEVICES[0]).eval()
     fast = autostream.optimize(model)
     with torch.no_grad():
@@ -92,7 +81,7 @@ def test_one_model_moved_to_another_device() -> None:
 
 
 class Stage(nn.Module):
-    """Three branches of a layer each, and dropout, on a device to which what it is given is copied."""
+    """Three branches of a layer each, and dropout, on a device; the input is copied there."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -105,7 +94,7 @@ class Stage(nn.Module):
 
 
 class Pipeline(nn.Module):
-    """Two stages; what comes out of the middle of the first goes to the end of the second, too."""
+    """Three stages, the last of them on another device; the output of the first one skips to the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,17 +115,18 @@ def x(seed: int, device: str = DEVICES[0]) -> Tensor:
 
 
 def captured(report: Report) -> list[str]:
-    """The devices of parts that are captured, in the order in which these run."""
+    """The devices of parts that are captured, in the order in which the parts run."""
     return [part.graph.device for part in report.parts if part.mode == "cuda graph" and part.graph is not None]
 
 
 @two_gpus
 def test_each_stage_of_a_pipeline_is_captured_on_its_device() -> None:
+    """Weights of both devices may change; calls that record gradients run eagerly."""
     model = pipeline()
     fast = autostream.optimize(model)
     with torch.no_grad():
-        found = [fast(x(seed)) for seed in range(30)]
-        for seed, y in enumerate(found):
+        outputs = [fast(x(seed)) for seed in range(30)]
+        for seed, y in enumerate(outputs):
             torch.testing.assert_close(y, model(x(seed)), rtol=0, atol=0)
             assert y.device == torch.device(DEVICES[1])
     (report,) = fast.reports
@@ -144,6 +134,18 @@ def test_each_stage_of_a_pipeline_is_captured_on_its_device() -> None:
     assert captured(report) == DEVICES[:2], [part.refusals for part in report.parts]
     assert "copies from cuda:0 to cuda:1" in report.parts[0].ended
     assert "test_devices.py" in report.parts[0].ended
+    with torch.no_grad():
+        for layer in (model.first.branches[0], model.second.branches[0]):
+            layer.weight.mul_(2)
+            torch.testing.assert_close(fast(x(1)), model(x(1)), rtol=0, atol=0)
+            layer.weight.data = layer.weight.flip(0)
+            torch.testing.assert_close(fast(x(1)), model(x(1)), rtol=0, atol=0)
+            layer.weight = nn.Parameter(layer.weight.flip(1))
+            torch.testing.assert_close(fast(x(1)), model(x(1)), rtol=0, atol=0)
+    fast = autostream.optimize(model)
+    ours, theirs = (torch.autograd.grad(run(x(0)).sum(), list(model.parameters())) for run in (fast, model))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert any("several devices" in refusal.reason for refusal in fast.reports[0].refusals)
 
 
 @two_gpus
@@ -161,24 +163,24 @@ def test_fused_kernels_are_captured_on_each_device() -> None:
 
 
 @two_gpus
-@pytest.mark.parametrize("current", DEVICES[:2])
-@pytest.mark.parametrize("on", [None, *DEVICES[:2]], ids=lambda on: f"stream of {on}")
-def test_whatever_the_callers_device_and_stream(current: str, on: str | None) -> None:
+@torch.no_grad()
+@pytest.mark.parametrize("stream", [None, *DEVICES[:2]], ids=lambda device: f"stream of {device}")
+def test_the_callers_device_and_stream_stay(stream: str | None) -> None:
     model = pipeline()
-    fast, given = autostream.optimize(model), [x(seed) for seed in range(5)]
-    for device in DEVICES[:2]:
-        torch.cuda.synchronize(device)
-    stream = torch.cuda.Stream(on) if on else None
-    with torch.no_grad(), torch.cuda.stream(stream), torch.cuda.device(current):
-        before = torch.cuda.current_device(), *map(torch.cuda.current_stream, DEVICES[:2])
-        found = [fast(each) for each in given]
-        assert (torch.cuda.current_device(), *map(torch.cuda.current_stream, DEVICES[:2])) == before
-        for y, each in zip(found, given, strict=True):
-            torch.testing.assert_close(y, model(each), rtol=0, atol=0)
+    fast, inputs = autostream.optimize(model), [x(seed) for seed in range(5)]
+    for current in DEVICES[:2]:
+        for device in DEVICES[:2]:
+            torch.cuda.synchronize(device)
+        with torch.cuda.stream(torch.cuda.Stream(stream) if stream else None), torch.cuda.device(current):
+            before = torch.cuda.current_device(), *map(torch.cuda.current_stream, DEVICES[:2])
+            outputs = [fast(each) for each in inputs]
+            assert (torch.cuda.current_device(), *map(torch.cuda.current_stream, DEVICES[:2])) == before
+            for y, each in zip(outputs, inputs, strict=True):
+                torch.testing.assert_close(y, model(each), rtol=0, atol=0)
 
 
 @two_gpus
-def test_generators_of_both_devices_are_drawn_from() -> None:
+def test_generators_of_both_devices_are_used_as_in_eager() -> None:
     model = pipeline().train()
     fast = autostream.optimize(model)
     with torch.no_grad():
@@ -193,95 +195,53 @@ def test_generators_of_both_devices_are_drawn_from() -> None:
     assert captured(fast.reports[0]) == DEVICES[:2]
 
 
-@two_gpus
-def test_weights_of_both_devices_may_change() -> None:
-    model = pipeline()
-    fast = autostream.optimize(model)
-    layers = [stage.branches[0] for stage in (model.first, model.second)]
-    with torch.no_grad():
-        fast(x(0))
-        for layer in layers:
-            layer.weight.mul_(2)
-            torch.testing.assert_close(fast(x(1)), model(x(1)), rtol=0, atol=0)
-            layer.weight.data = layer.weight.flip(0)
-            torch.testing.assert_close(fast(x(1)), model(x(1)), rtol=0, atol=0)
-            layer.weight = nn.Parameter(layer.weight.flip(1))
-            torch.testing.assert_close(fast(x(1)), model(x(1)), rtol=0, atol=0)
+class Branching(nn.Module):
+    """A stage, stages on two devices side by side, and a last stage."""
 
-
-class Returning(nn.Module):
-    """A stage that returns to the device that it was given its input on."""
-
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.stage = stage
+        self.stem, self.here, self.last = (Stage(DEVICES[0]) for _ in range(3))
+        self.there = Stage(DEVICES[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.stage(x).to(x.device)
+        x = self.stem(x)
+        y: Tensor = self.last(self.here(x) + self.there(x).to(DEVICES[0]))
+        return y
 
 
 @two_gpus
-def test_children_side_by_side_on_two_devices() -> None:
-    """The second device's is launched first, though it is called last: its input is copied before all else."""
-    torch.manual_seed(0)
-    model = autostream.Parallel(*(Returning(Stage(device)) for device in DEVICES[:2])).eval()
-    fast = autostream.optimize(model)
-    with torch.no_grad():
-        for seed in range(5):
-            torch.testing.assert_close(fast(x(seed)), model(x(seed)), rtol=0, atol=0)
-    (report,) = fast.reports
-    assert captured(report) == [DEVICES[1], DEVICES[0]], [part.ended for part in report.parts]
-
-
-@two_gpus
-def test_to_another_device_and_back_while_the_first_goes_on() -> None:
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.here, self.last = (Stage(DEVICES[0]) for _ in range(3))
-            self.there = Stage(DEVICES[1])
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.stem(x)
-            return self.last(self.here(x) + self.there(x).to(DEVICES[0]))
-
+@torch.no_grad()
+def test_the_first_device_computes_while_the_second_does() -> None:
     torch.manual_seed(0)
     model = Branching().eval()
     fast = autostream.optimize(model)
-    with torch.no_grad():
-        found = [fast(x(seed)) for seed in range(30)]
-        for seed, y in enumerate(found):
-            torch.testing.assert_close(y, model(x(seed)), rtol=0, atol=0)
-    stem, there, here, last = captured(fast.reports[0])
-    assert (stem, there, here, last) == (DEVICES[0], DEVICES[1], DEVICES[0], DEVICES[0])
+    outputs = [fast(x(seed)) for seed in range(30)]
+    for seed, y in enumerate(outputs):
+        torch.testing.assert_close(y, model(x(seed)), rtol=0, atol=0)
+    assert captured(fast.reports[0]) == [DEVICES[0], DEVICES[1], DEVICES[0], DEVICES[0]]
 
 
+class Copying(nn.Module):
+    """Copies a batch from the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.Sequential(*map(Stage, DEVICES[:2]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.stages(x.to(DEVICES[0], non_blocking=True))
+        return y
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_batch_that_the_model_itself_copies_from_the_host(pinned: bool) -> None:
-    class Copying(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stages = nn.Sequential(*map(Stage, DEVICES[:2]))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.stages(x.to(DEVICES[0], non_blocking=True))
-
+def test_a_model_may_copy_batches_from_the_host(pinned: bool) -> None:
     torch.manual_seed(0)
     model = Copying().eval()
     fast = autostream.optimize(model)
     batches = [x(seed, "cpu").pin_memory() if pinned else x(seed, "cpu") for seed in range(6)]
-    with torch.no_grad():
-        found = [fast(batch) for batch in batches]
-        for y, batch in zip(found, batches, strict=True):
-            torch.testing.assert_close(y, model(batch), rtol=0, atol=0)
+    outputs = [fast(batch) for batch in batches]
+    for y, batch in zip(outputs, batches, strict=True):
+        torch.testing.assert_close(y, model(batch), rtol=0, atol=0)
     assert captured(fast.reports[0]) == DEVICES[:2]
     assert fast.reports[0].refusals[0].reason.startswith("aten.to")
-
-
-@two_gpus
-def test_calls_that_record_gradients_go_to_the_model_itself() -> None:
-    model = pipeline()
-    fast = autostream.optimize(model)
-    ours, theirs = (torch.autograd.grad(run(x(0)).sum(), list(model.parameters())) for run in (fast, model))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    assert any("several devices" in refusal.reason for refusal in fast.reports[0].refusals)

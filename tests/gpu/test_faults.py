@@ -1,7 +1,7 @@
-"""Faults that only a GPU can suffer: no memory, captures that fail or are broken by others, busy streams, forks.
+"""Faults on a GPU: no memory, captures that fail or that other threads break, busy streams, forks.
 
-Each in a process of its own: what it leaves behind, or takes away, must not reach other tests. Afterwards the model
-runs, memory has come back, and streams, device and generators are as they were.
+Each test runs in a new process, so that it does not affect other tests. After the fault the model runs, memory is
+free, and streams, device and generators are as before.
 """
 
 from __future__ import annotations
@@ -21,35 +21,32 @@ from torch import Tensor, nn
 import autostream
 from tests.alone import alone
 from tests.faults import Noisy, Quiet, Risk, Surroundings, check_free, check_works, out_of_memory, strike
-from tests.gpu.test_memory import reserved
+from tests.gpu.common import EAGER as ATEN
+from tests.gpu.common import GPU, MIB, reserved_bytes
 from tests.semantics import force_streams
 
 pytestmark = pytest.mark.gpu
 
-GPU = torch.device("cuda", 0)
-MIB = 2**20
 SEGMENT = 24 * MIB
-"""The allocator may keep one segment more, where the blocks of others are in the way."""
+"""The allocator may keep one segment more, where blocks of other code lie between."""
 
-EAGER: dict[str, Any] = {
-    "kernels": "eager", "costs": "roofline", "policy": "critical_path", "streams": 2, "memory_budget": math.inf,
-}  # fmt: skip
+EAGER: dict[str, Any] = {**ATEN, "policy": "critical_path", "streams": 2}
 
 
 def limit(size: float) -> None:
-    """What the allocator may take of the device's memory from now on, bytes."""
+    """Let the allocator take so many bytes of the GPU's memory at most."""
     total = torch.cuda.get_device_properties(GPU).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, size / total))
 
 
 def large() -> tuple[Quiet, Tensor]:
-    """A model whose inputs, outputs and results in between are 32 MiB each, and an input."""
+    """A model whose inputs, outputs and intermediate tensors are 32 MiB each, and an input."""
     torch.manual_seed(0)
     return Quiet(1024).to(GPU), torch.randn(8192, 1024, device=GPU)
 
 
 def check_calls(called: Callable[[Tensor], Tensor], x: Tensor, expected: Tensor) -> None:
-    """Three calls, each of which gives its output back."""
+    """Three calls, each of whose outputs is freed."""
     for _ in range(3):
         assert torch.equal(called(x), expected)
     torch.cuda.synchronize()
@@ -61,11 +58,11 @@ def check_calls(called: Callable[[Tensor], Tensor], x: Tensor, expected: Tensor)
 @pytest.mark.parametrize("costs", ["roofline", "measured"])
 @alone
 @torch.no_grad()
-def test_with_whatever_memory_is_left_above_what_the_model_takes_it_runs(costs: str) -> None:
-    """It runs out while ops are measured or copied for, while it is warmed up, captured or called, or not at all."""
+def test_a_model_runs_with_any_amount_of_memory_that_eager_can_do_with(costs: str) -> None:
+    """Memory runs out while ops are measured, in the warmup, the capture or a call, or not at all."""
     model, x = large()
     expected = model(x)
-    before = reserved()
+    before = reserved_bytes()
     torch.cuda.reset_peak_memory_stats()
     check_calls(model, x, expected)
     peak, modes = torch.cuda.max_memory_reserved(), []
@@ -78,7 +75,7 @@ def test_with_whatever_memory_is_left_above_what_the_model_takes_it_runs(costs: 
         limit(math.inf)
         check_calls(fast, x, expected)
         del fast
-        assert reserved() <= before + SEGMENT, (spare, modes, reserved() - before)
+        assert reserved_bytes() <= before + SEGMENT, (spare, modes, reserved_bytes() - before)
     assert len(modes) == 8
     assert modes[0] != "cuda graph", modes
     assert modes[-1] == "cuda graph", modes
@@ -86,36 +83,36 @@ def test_with_whatever_memory_is_left_above_what_the_model_takes_it_runs(costs: 
 
 @alone
 @torch.no_grad()
-def test_preparing_without_enough_memory_changes_nothing() -> None:
-    """Buffers that are written and generators that are drawn from are put back, wherever it ends."""
+def test_compiling_without_enough_memory_changes_nothing() -> None:
+    """Buffers and generators are restored, wherever it fails."""
     torch.manual_seed(0)
     model, x = Noisy(1024).to(GPU), torch.randn(8192, 1024, device=GPU)
     check_works(model, model, x)
-    autostream.optimize(nn.ReLU(), x, **EAGER)  # what is imported for it sets filters of warnings
-    before = reserved()
+    autostream.optimize(nn.ReLU(), x, **EAGER)  # its imports set filters of warnings
+    before = reserved_bytes()
     for spare in (16, 48, 96, 160, 256, 512):
         fast, surroundings = autostream.optimize(model, **EAGER), Surroundings(model)
-        limit(reserved() + spare * MIB)
+        limit(reserved_bytes() + spare * MIB)
         fast.prepare(x)
         limit(math.inf)
         surroundings.check(Surroundings(model))
         check_free(fast)
         check_works(fast, model, x)
         del fast, surroundings
-        assert reserved() <= before + SEGMENT, (spare, reserved() - before)
+        assert reserved_bytes() <= before + SEGMENT, (spare, reserved_bytes() - before)
 
 
 @alone
 @torch.no_grad()
-def test_weights_that_move_when_there_is_no_memory_to_capture_again() -> None:
-    """The graph goes, and so does its memory; what comes instead has to do with that."""
+def test_weights_may_move_without_memory_for_another_capture() -> None:
+    """The old graph and its memory are freed first."""
     model, x = large()
     fast = autostream.optimize(model, x, cuda_graph=True, **EAGER)
     assert fast.reports[0].mode == "cuda graph", fast.reports[0].refusals
     expected = model(x)
     check_calls(fast, x, expected)
     model.left.weight.data = model.left.weight.clone()
-    limit(reserved() + 40 * MIB)
+    limit(reserved_bytes() + 40 * MIB)
     check_calls(fast, x, expected)
     check_free(fast)
     limit(math.inf)
@@ -125,13 +122,13 @@ def test_weights_that_move_when_there_is_no_memory_to_capture_again() -> None:
 
 @alone
 @torch.no_grad()
-def test_a_signature_for_which_there_is_no_memory_leaves_the_others_alone() -> None:
+def test_a_signature_without_enough_memory_leaves_the_others_captured() -> None:
     model, x = large()
     fast = autostream.optimize(model, x[:1024], cuda_graph=True, **EAGER)
     assert fast.reports[0].mode == "cuda graph", fast.reports[0].refusals
     expected = {rows: model(x[:rows]) for rows in (512, 1024, 8192)}
     torch.cuda.synchronize()
-    limit(reserved() + 192 * MIB)
+    limit(reserved_bytes() + 192 * MIB)
     check_calls(fast, x, expected[8192])
     check_calls(fast, x[:1024], expected[1024])
     limit(math.inf)
@@ -146,16 +143,16 @@ def test_a_signature_for_which_there_is_no_memory_leaves_the_others_alone() -> N
 @pytest.mark.parametrize("fault", ["out_of_memory", "RuntimeError", "KeyboardInterrupt"])
 @alone
 @torch.no_grad()
-def test_an_op_that_raises_at_any_time_while_it_is_prepared(fault: str) -> None:
-    """While it is warmed up and captured, again and again; a replay runs no Python."""
+def test_an_op_may_raise_in_any_run_while_its_model_is_compiled(fault: str) -> None:
+    """In the warmup and in the capture of each candidate; a replay runs no Python."""
     make = {"out_of_memory": out_of_memory, "RuntimeError": RuntimeError, "KeyboardInterrupt": KeyboardInterrupt}[fault]
     model, x = Noisy(64).to(GPU), torch.randn(128, 64, device=GPU)
     check_works(autostream.optimize(model, x, **EAGER), model, x)
-    before = reserved()
+    before = reserved_bytes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("autostream.tuning.select.VARIANTS", 0)
         assert strike(model, x, {**EAGER, **force_streams(patch)}, make, range(1, 30)) >= 6
-    assert reserved() <= before + SEGMENT
+    assert reserved_bytes() <= before + SEGMENT
     fast = autostream.optimize(model, x, **EAGER)
     check_works(fast, model, x)
     assert fast.reports[0].mode == "cuda graph", fast.reports[0].refusals
@@ -163,7 +160,7 @@ def test_an_op_that_raises_at_any_time_while_it_is_prepared(fault: str) -> None:
 
 @alone
 @torch.no_grad()
-def test_an_op_that_raises_in_a_call_on_streams() -> None:
+def test_an_op_may_raise_in_a_call_on_streams() -> None:
     model, x = Noisy(64).to(GPU), torch.randn(128, 64, device=GPU)
     with pytest.MonkeyPatch.context() as patch:
         fast = autostream.optimize(model, x, cuda_graph=False, **{**EAGER, **force_streams(patch)})
@@ -182,33 +179,33 @@ def test_an_op_that_raises_in_a_call_on_streams() -> None:
 # Other threads, streams and processes
 
 
-@torch.library.custom_op("tests_faults::meddled_with", mutates_args=())
-def meddled_with(x: Tensor) -> Tensor:
-    """The same; while it is captured, another thread meddles."""
+@torch.library.custom_op("tests_faults::interrupted", mutates_args=())
+def interrupted(x: Tensor) -> Tensor:
+    """A copy; while it is captured, another thread uses the GPU."""
     if torch.cuda.is_current_stream_capturing():
-        thread = threading.Thread(target=_meddle, args=(Meddling.how, torch.cuda.current_stream()))
+        thread = threading.Thread(target=_use_the_gpu, args=(Interrupted.how, torch.cuda.current_stream()))
         thread.start()
         thread.join()
     return x.clone()
 
 
-@meddled_with.register_fake
+@interrupted.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-class Meddling(nn.Module):
-    """A model that another thread meddles with, and how."""
+class Interrupted(nn.Module):
+    """A model during whose capture another thread uses the GPU, in one of four ways."""
 
     how = ""
     count = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        return meddled_with(x.sin()) + torch.dropout(x.cos(), 0.5, True)
+        return interrupted(x.sin()) + torch.dropout(x.cos(), 0.5, True)
 
 
-def _meddle(how: str, stream: torch.cuda.Stream) -> None:
-    Meddling.count += 1
+def _use_the_gpu(how: str, stream: torch.cuda.Stream) -> None:
+    Interrupted.count += 1
     try:
         match how:
             case "allocate":
@@ -227,20 +224,20 @@ def _meddle(how: str, stream: torch.cuda.Stream) -> None:
 @pytest.mark.parametrize("how", ["allocate", "wait for the device", "wait for the stream", "ask the stream"])
 @alone
 @torch.no_grad()
-def test_a_thread_that_meddles_with_a_capture(how: str) -> None:
-    """Some of it ends the capture, and then it runs without; some does no harm, and then there is nothing to say."""
-    model, x = Meddling(), torch.randn(64, 64, device=GPU)
-    autostream.optimize(nn.ReLU(), x, **EAGER)  # what is imported for it sets filters of warnings
+def test_another_thread_may_use_the_gpu_during_a_capture(how: str) -> None:
+    """If that ends the capture, the model runs without, and the report says so."""
+    model, x = Interrupted(), torch.randn(64, 64, device=GPU)
+    autostream.optimize(nn.ReLU(), x, **EAGER)  # its imports set filters of warnings
     fast, before = autostream.optimize(model, **EAGER), Surroundings(model)
-    Meddling.how = how
+    Interrupted.how = how
     fast.prepare(x)
-    assert Meddling.count
+    assert Interrupted.count
     before.check(Surroundings(model))
     check_free(fast)
     check_works(fast, model, x)
     (report,) = fast.reports
     assert [refusal.choice for refusal in report.refusals] == (["not captured"] if report.mode != "cuda graph" else [])
-    Meddling.how = ""
+    Interrupted.how = ""
     again = autostream.optimize(model, x, **EAGER)
     check_works(again, model, x)
     assert again.reports[0].mode == "cuda graph", again.reports[0].refusals
@@ -248,8 +245,8 @@ def test_a_thread_that_meddles_with_a_capture(how: str) -> None:
 
 @alone
 @torch.no_grad()
-def test_streams_that_others_keep_busy() -> None:
-    """Half a second of work on each waits while a model is prepared and called, and comes to what it should."""
+def test_streams_of_other_code_may_be_busy() -> None:
+    """Each has half a second of work while a model is compiled and called; the work has the right results."""
     model, x = Noisy(64).to(GPU), torch.randn(128, 64, device=GPU)
     check_works(model, model, x)
     streams, counts = [torch.cuda.Stream(GPU) for _ in range(4)], torch.zeros(4, device=GPU)
@@ -273,8 +270,8 @@ def test_streams_that_others_keep_busy() -> None:
 
 @alone
 @torch.no_grad()
-def test_a_process_that_is_forked_after_cuda_has_started() -> None:
-    """It has no device: calls there say so, and models on the CPU run. The process that it comes from goes on."""
+def test_a_process_may_be_forked_after_cuda_has_started() -> None:
+    """The child has no GPU: calls on it raise, and models on the CPU run. The parent process continues."""
     torch.set_num_threads(1)
     model, x = Quiet(64).to(GPU), torch.randn(128, 64, device=GPU)
     fast = autostream.optimize(model, x, **EAGER)
@@ -295,15 +292,3 @@ def test_a_process_that_is_forked_after_cuda_has_started() -> None:
     assert os.waitpid(child, 0)[1] == 0
     check_works(fast, model, x)
     check_works(autostream.optimize(model, x[:64], **EAGER), model, x[:64])
-
-
-@alone
-@torch.no_grad()
-def test_measurements_that_cannot_be_kept() -> None:
-    os.environ["AUTOSTREAM_CACHE_DIR"] = __file__  # which is no folder
-    model, x = Quiet(64).to(GPU), torch.randn(128, 64, device=GPU)
-    fast = autostream.optimize(model, x, **{**EAGER, "costs": "measured"})
-    check_works(fast, model, x)
-    (report,) = fast.reports
-    assert [refusal.choice for refusal in report.refusals] == ["not cached"], report.refusals
-    assert report.mode == "cuda graph"

@@ -1,11 +1,6 @@
-"""All inference workloads in fused kernels: what the model computes, for changing inputs, from streams and threads.
-
-In half precision, as they are measured. Each is compiled: ``-n 6`` takes two minutes and a half on an H200.
-"""
+"""All inference benchmarks in fused kernels, in half precision: eager results, from several streams and threads."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
@@ -16,6 +11,7 @@ from autostream.errors import TargetError
 from benchmarks.harness.inference import Subject
 from benchmarks.zoo import INFERENCE, SEED, prepare
 from tests.agreement import check_calls, check_streams, check_threads, examples_of, lanes
+from tests.gpu.common import FUSED, GPU, STREAMS, fused_kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,9 +20,9 @@ pytestmark = [
 
 
 def prepared(name: str) -> Subject:
-    """A workload in half precision; skips the test where a package that it comes from is not installed."""
+    """A benchmark; skips the test if the package that the model is from is not installed."""
     try:
-        return prepare(INFERENCE[name], 1, torch.device("cuda"), torch.float16)
+        return prepare(INFERENCE[name], 1, GPU, torch.float16)
     except (ModuleNotFoundError, TargetError) as error:
         missing = error.__cause__ if isinstance(error, TargetError) else error
         if not isinstance(missing, ModuleNotFoundError):
@@ -35,25 +31,25 @@ def prepared(name: str) -> Subject:
 
 
 def other_inputs(name: str, subject: Subject) -> tuple[Tensor, ...]:
-    """Inputs that differ from both that the workload is prepared with."""
+    """Inputs that differ from both that the benchmark is prepared with."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(SEED + 1)
-        drawn = INFERENCE[name].inputs(1)
-    return tuple(new.to(old.device, old.dtype) for new, old in zip(drawn, subject.args, strict=True))
+        inputs = INFERENCE[name].inputs(1)
+    return tuple(new.to(old.device, old.dtype) for new, old in zip(inputs, subject.args, strict=True))
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", INFERENCE)
-def test_fused_kernels_compute_what_the_model_does(name: str) -> None:
+def test_fused_kernels_compute_the_results_of_eager(name: str) -> None:
+    """Changing inputs, on one stream, two streams, and in three threads; each replay starts with an arena of NaN."""
     subject = prepared(name)
     examples = examples_of(subject.model, [subject.args, subject.others, other_inputs(name, subject)])
-    options = {"policy": "critical_path", "streams": 4, "memory_budget": math.inf, "costs": "roofline"}
-    fast = autostream.optimize(subject.model, kernels="inductor", **options)
+    fast = autostream.optimize(subject.model, **STREAMS, **FUSED)
     check_calls(fast, examples)
-    check_streams(fast, examples, lanes(subject.args[0].device, 2))
-    check_threads(fast, examples, lanes(subject.args[0].device, 3))
+    check_streams(fast, examples, lanes(GPU, 2))
+    check_threads(fast, examples, lanes(GPU, 3))
 
     (report,) = fast.reports
     assert not report.refusals
     assert report.mode == "cuda graph"
-    assert report.graph
-    assert any(op.target.startswith("triton_") for op in report.graph.ops.values())
+    assert fused_kernels(report)
