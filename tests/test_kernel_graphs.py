@@ -1,4 +1,4 @@
-"""Recorded programs of Inductor's kernels, from hazards to lowered graphs, without a GPU.
+"""Hazards and schedules of recorded programs of Inductor's kernels, without a GPU.
 
 Expectations follow from the models (``kernel_graphs/record.py``), or from bytes: a call touches exactly the bytes that
 its arguments cover, one bit for each, and calls that touch a common byte which one of them writes keep their order.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, reduce
 from itertools import combinations, permutations, product
 from typing import Any
@@ -23,9 +23,7 @@ from torch._subclasses import FakeTensorMode
 from autostream.analysis.dependencies import analyze
 from autostream.errors import ScheduleError
 from autostream.fusion.kernel_values import evaluate
-from autostream.ir import FORK, JOIN, Hazard, Launch, OpGraph, Placeholder, Program, Role, Schedule
-from autostream.runtime import streams
-from autostream.runtime.lower import lower
+from autostream.ir import FORK, JOIN, Hazard, OpGraph, Placeholder, Program, Role, Schedule
 from autostream.scheduling.arena import place_storages
 from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.releases import place_releases
@@ -38,7 +36,7 @@ from tests.kernel_graphs.recordings import DEVICE, FOLDER, NAMES, Recording, pro
 from tests.runtime.programs import random_schedule
 from tests.scheduling.brute_force import closure, happens_before
 from tests.scheduling.graphs import costs_of, profile_with
-from tests.scheduling.mistakes import with_a_lifetime_shortened, with_a_release_too_early, without_a_wait
+from tests.scheduling.mistakes import without_a_wait
 
 each = pytest.mark.parametrize("name", NAMES)
 
@@ -295,91 +293,15 @@ def test_random_ops_and_mutated_inputs_are_ordered() -> None:
 # --- schedules -------------------------------------------------------------------------------------------------------
 
 
-def refused(name: str, plan: Schedule) -> bool:
-    try:
-        verify(graph_of(name), plan)
-    except ScheduleError:
-        return True
-    return False
-
-
 def keeps_order(name: str, plan: Schedule) -> bool:
     order = happens_before(plan)
     return required(name) <= order and {pair for op in calls_of(name) for pair in ((FORK, op), (op, JOIN))} <= order
 
 
-def check_releases(name: str, plan: Schedule) -> None:
-    """Memory is released once, and when the stream that allocated it comes after all accesses."""
-    graph, order = graph_of(name), happens_before(plan)
-    launched = [launch.op for launch in plan.launches]
-    released = [storage for launch in plan.launches for storage in launch.releases]
-    assert len(released) == len(set(released))
-    for position, launch in enumerate(plan.launches):
-        for storage in launch.releases:
-            assert graph.storages[storage].role is Role.INTERMEDIATE
-            assert not graph.storages[storage].escapes
-            (home,) = (plan.stream_of[op.name] for op in graph.ops.values() if storage in op.allocates)
-            end = [other.op for other in plan.launches[: position + 1] if other.stream == home][-1]
-            for op, call in calls_of(name).items():
-                if call.touches(storage):
-                    assert op in launched[: position + 1]
-                    assert op == end or (op, end) in order
-
-
-def check_lowered(name: str, plan: Schedule) -> None:
-    """The lowered graph follows the schedule."""
-    graph, lowered = graph_of(name), lower(program(name), graph_of(name), plan)
-    lowered.graph.lint()
-    assert [node.name for node in lowered.graph.output_node().all_input_nodes] == list(program(name).outputs)
-    if plan.streams > 1:
-        assert f"fork('cuda:0', {plan.streams})" in lowered.code
-        found = read_back(lowered, graph, plan.policy)
-        assert without_releases(found) == without_releases(plan)
-        for launch, lowered_launch in zip(plan.launches, found.launches, strict=True):
-            for storage in launch.releases:
-                assert set(graph.storages[storage].holders) & set(lowered_launch.releases)
-
-
-def without_releases(plan: Schedule) -> Schedule:
-    launches = tuple(replace(launch, releases=()) for launch in plan.launches)
-    return replace(plan, launches=launches, decisions=())
-
-
-def read_back(lowered: fx.GraphModule, graph: OpGraph, policy: str) -> Schedule:
-    """The schedule that a lowered graph follows; releases have names of values, not of storages.
-
-    Also checks that no value is used after its release, and that all nodes of an op are on its stream.
-    """
-    op_of = {node: op.name for op in graph.ops.values() for node in op.nodes}
-    points = {"forked": FORK, "joined": JOIN} | {f"{op}_done": op for op in graph.ops}
-    count, lane = 0, 0
-    waits: list[str] = []
-    launches: list[Launch] = []
-    for node in lowered.graph.nodes:
-        if node.target is streams.fork:
-            count = node.args[1]
-        elif node.target is streams.use:
-            lane = node.args[1]
-        elif node.target is streams.wait:
-            assert node.args[1] == lane or node.args[2].name == "joined"
-            waits.append(points[node.args[2].name])
-        elif node.target is streams.release:
-            assert all(max(holder.users, key=list(lowered.graph.nodes).index) is node for holder in node.args)
-            names = tuple(holder.name for holder in node.args)
-            launches[-1] = replace(launches[-1], releases=launches[-1].releases + names)
-        elif node.name in op_of:
-            op = op_of[node.name]
-            if not launches or launches[-1].op != op:
-                launches.append(Launch(op, lane, tuple(waits)))
-                waits.clear()
-            assert launches[-1].stream == lane
-    return Schedule(policy, count, tuple(launches), tuple(wait for wait in waits if wait != JOIN))
-
-
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("policy", [*POLICIES, *RANDOM])
 @each
-def test_schedules_are_right_and_every_wait_and_release_is_needed(name: str, policy: str, count: int) -> None:
+def test_schedules_keep_the_order_and_need_every_wait(name: str, policy: str, count: int) -> None:
     graph, plan = graph_of(name), plan_of(name, policy, count)
     verify(graph, plan, pinned=graph.pinned if policy in RANDOM else frozenset())
     assert keeps_order(name, plan)
@@ -387,12 +309,9 @@ def test_schedules_are_right_and_every_wait_and_release_is_needed(name: str, pol
     assert len(broken) == plan.wait_count
     assert policy in ("sequential", *RANDOM) or plan.wait_count >= 2
     for wrong in broken:
-        assert refused(name, wrong)
         assert not keeps_order(name, wrong)
-    check_releases(name, plan)
-    for wrong in with_a_release_too_early(graph, plan):
-        assert refused(name, wrong)
-    check_lowered(name, plan)
+        with pytest.raises(ScheduleError):
+            verify(graph, wrong)
 
 
 @each
@@ -420,15 +339,3 @@ def test_storages_share_bytes_of_the_arena_only_one_after_the_other(name: str, c
         if plan.arena.offsets[one] < ends[other] and plan.arena.offsets[other] < ends[one]:
             pairs = set(product(touching[one], touching[other]))
             assert pairs <= order or {(after, before) for before, after in pairs} <= order
-    if name in ("attention", "inception"):
-        assert 0 < plan.arena.bytes < sum(graph.storages[each].bytes for each in plan.arena.offsets)
-    for one, _, wrong in with_a_lifetime_shortened(graph, plan):
-        with pytest.raises(ScheduleError, match=f"{one!r} .*share|arena after {one!r}"):
-            verify(graph, wrong)
-
-
-def test_there_are_releases_and_lifetimes_to_break() -> None:
-    plans = [(graph_of(name), plan_of(name, policy, 4)) for name in NAMES for policy in ("critical_path", *RANDOM)]
-    placed = [(graph, place_releases(graph, place_storages(graph, plan))) for graph, plan in plans]
-    assert sum(len(list(with_a_release_too_early(graph, plan))) for graph, plan in plans) > 20
-    assert sum(len(list(with_a_lifetime_shortened(graph, plan))) for graph, plan in placed) > 20

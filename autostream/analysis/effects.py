@@ -84,7 +84,6 @@ class Effects:
     Attributes:
         reads: every argument but those that it only overwrites.
         writes: the arguments that it mutates.
-        renews: the arguments that it reads only to update them: its other results do not depend on their values.
         aliases: the arguments that its results may alias, even if the fake values do not.
         orders: resources whose users keep their program order: ``"rng"``, ``"collective"``, ``"world"``.
         launches: whether it does more than make a view or compute a size.
@@ -96,7 +95,6 @@ class Effects:
 
     reads: tuple[fx.Node, ...] = ()
     writes: tuple[fx.Node, ...] = ()
-    renews: tuple[fx.Node, ...] = ()
     aliases: tuple[fx.Node, ...] = ()
     orders: frozenset[str] = frozenset()
     launches: bool = True
@@ -161,7 +159,6 @@ def _operator_effects(node: fx.Node, target: OpOverload) -> Effects:
     return Effects(
         reads=_named(arguments, [name for name in arguments if name not in _overwritten(target)]),
         writes=writes,
-        renews=_named(arguments, _renewed(arguments)),
         aliases=tuple(source for source in aliases if _could_alias(node, source)),
         orders=orders,
         launches=launches,
@@ -201,11 +198,6 @@ def _unannotated_writes(target: OpOverload, arguments: dict[str, Any]) -> tuple[
     if condition is None or (condition and arguments[condition] is False):
         return ()
     return _STATISTICS
-
-
-def _renewed(arguments: dict[str, Any]) -> list[str]:
-    """The running statistics of a norm in training mode, which normalizes with the statistics of its input."""
-    return [name for name in _STATISTICS if name in arguments and arguments.get("training") is True]
 
 
 def _orders(target: OpOverload, arguments: dict[str, Any], writes: bool) -> frozenset[str]:

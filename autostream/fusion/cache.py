@@ -43,7 +43,7 @@ def fused_here(
     """Return what :func:`~autostream.fusion.inductor.fuse` makes of a program, from disk if it was fused before.
 
     Args:
-        program: of ATen ops. It stays as it is.
+        program: a program of ATen ops; it is not changed.
         options: of ``torch._inductor.config``.
         tensors: its arguments. With ``{"freezing": True}`` kernels depend on their values, and are not kept.
         stopwatch: records the seconds of the stages ``"load"`` and ``"fuse"``.

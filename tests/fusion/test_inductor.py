@@ -19,20 +19,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._inductor import compile_fx, freezing
+from torch._inductor import compile_fx
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codegen.wrapper_fxir import FxConverter, WrapperFxCodegen
 from torch._inductor.graph import GraphLowering
 from torch._subclasses import FakeTensorMode
 
-from autostream.analysis.dependencies import analyze
 from autostream.errors import FusionError, OptionError
 from autostream.frontend.aten import program_of as aten_program_of
 from autostream.fusion import cache as fusion
 from autostream.fusion import fingerprint, inductor, kernel_graph
 from autostream.fusion.inductor import NEEDED, check_level, check_settings, fuse, obstacle
 from autostream.ir import Program, Role
-from tests.runtime.programs import Case, case_of, fused_case
+from tests.runtime.programs import Case, case_of
 
 aten = torch.ops.aten
 
@@ -288,24 +287,6 @@ def test_outputs_are_the_same_tensor_exactly_where_the_model_returns_the_same(mo
     assert inductor.restore_fused(program, fused.module).outputs == fused.outputs
 
 
-@pytest.mark.usefixtures("triton")
-def test_a_fused_program_keeps_the_names_of_placeholders(monkeypatch: pytest.MonkeyPatch) -> None:
-    def renamed(*args: object) -> fx.GraphModule:
-        graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
-        for at, node in enumerate(case.program.module.graph.nodes):
-            values[node] = graph.node_copy(node, values.__getitem__)
-            if node.op == "placeholder":
-                values[node].name = values[node].target = f"arg{at}_1"
-        return fx.GraphModule(nn.Module(), graph)
-
-    case = fused_case()
-    monkeypatch.setattr(inductor, "_compiled", renamed)
-    fused = fuse(replace(case.program, device="cuda:0"))
-    assert fused.placeholders == case.program.placeholders
-    assert [node.name for node in fused.module.graph.find_nodes(op="placeholder")] == ["x", "w", "v", "mean"]
-    assert analyze(replace(fused, device="cpu")).ops.keys() == case.graph.ops.keys()
-
-
 # Options
 
 
@@ -412,18 +393,6 @@ def test_a_frozen_graph_reads_inputs_alone_and_the_original_holds_no_constants(n
     assert not any(tensor.is_inference() for tensor in module.buffers())
     assert str(functional.graph) == before
     assert (len(list(functional.buffers())), len(list(module.buffers())) > 0) == (0, True)
-
-
-@pytest.mark.parametrize("preferred", [True, False])
-def test_frozen_weights_of_convolutions_are_channels_last_if_inductor_prefers_that(
-    preferred: bool, normed: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    converted: list[fx.GraphModule] = []
-    monkeypatch.setattr(GraphLowering, "decide_layout_opt", lambda module, is_inference: preferred)
-    monkeypatch.setattr(freezing, "convert_conv_weights_to_channels_last", converted.append)
-    functional = inductor._functional(normed.program)
-    inductor._frozen(functional, inductor._freezable(normed.program, functional, normed.tensors))
-    assert len(converted) == preferred
 
 
 @pytest.mark.usefixtures("triton")

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autostream.errors import FusionError
-from autostream.fusion.random_ops import is_random, random_decompositions, random_ops_of, restore_random_order
+from autostream.fusion.random_ops import random_decompositions, random_ops_of, restore_random_order
 
 aten = torch.ops.aten
 X = torch.ones(2, 3)
@@ -33,22 +33,6 @@ RAND = ("rand", aten.rand.default, ([2],))
 RANDN = ("randn", aten.randn.default, ([2],))
 SIN = ("sin", aten.sin.default, ("randn",))
 DROPOUT = ("dropout", aten.native_dropout.default, ("sin", 0.5, True))
-
-
-@pytest.mark.parametrize(
-    ("target", "args", "expected"),
-    [
-        (aten.sin.default, ("x",), False),
-        (aten.native_dropout.default, ("x", 0.5, True), True),
-        (aten.dropout.default, ("x", 0.5, False), False),
-        (aten.scaled_dot_product_attention.default, ("x", "x", "x"), False),
-        (aten.scaled_dot_product_attention.default, ("x", "x", "x", None, 0.1), True),
-    ],
-)
-def test_which_ops_are_random(target: Any, args: tuple[Any, ...], expected: bool) -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    assert is_random(graph.call_function(target, tuple(x if a == "x" else a for a in args))) == expected
 
 
 def test_ops_without_inputs_move_to_their_place_in_the_model() -> None:
