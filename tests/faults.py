@@ -1,4 +1,4 @@
-"""Faults to be brought about, models for them to strike, and what must be as before."""
+"""Faults to inject, models to inject them into, and checks of what has to be unchanged."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.semantics import same
 
 
 def out_of_memory() -> Exception:
-    """As PyTorch raises it; always a new one, since an exception keeps alive what its frames hold."""
+    """A new error as PyTorch raises it. An exception keeps the objects of its frames alive, so none is reused."""
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand so on")
 
 
 @torch.library.custom_op("tests_faults::risky", mutates_args=())
 def risky(x: Tensor) -> Tensor:
-    """The same, unless it is time for a fault."""
+    """The identity, unless a fault is due."""
     Risk.runs += 1
     if Risk.runs in Risk.failing:
         raise Risk.make_fault()
@@ -39,7 +39,7 @@ def _(x: Tensor) -> Tensor:
 
 
 class Risk:
-    """When :func:`risky` raises what; it counts its runs from 1."""
+    """Which runs of :func:`risky` raise which error; runs are counted from 1."""
 
     runs = 0
     failing = range(0)
@@ -55,7 +55,7 @@ class Risk:
 
 
 class Noisy(nn.Module):
-    """Two branches; it writes buffers and draws random numbers, before and after the risk.
+    """Two branches; it mutates buffers and generates random numbers, before and after the risky op.
 
     ::
 
@@ -74,7 +74,7 @@ class Noisy(nn.Module):
 
 
 class Quiet(nn.Module):
-    """The same, but once more than asked does no harm."""
+    """Two branches without side effects."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Quiet(nn.Module):
 
 
 class Surroundings:
-    """All that a fault could leave behind besides a broken model."""
+    """The global state that a fault could change, and the model's."""
 
     place: object = None
 
@@ -115,7 +115,7 @@ class Surroundings:
         )
 
     def check(self, now: Surroundings) -> None:
-        """Everything is as it was."""
+        """Assert that nothing has changed."""
         same(now.state, self.state)
         same(now.generators, self.generators)
         assert now.place == self.place
@@ -123,7 +123,7 @@ class Surroundings:
 
 
 def check_free(fast: OptimizedModule) -> None:
-    """No lock is held: another thread gets each of them."""
+    """Assert that no lock is held: another thread can acquire each of them."""
     free: list[bool] = []
 
     def take() -> None:
@@ -139,7 +139,7 @@ def check_free(fast: OptimizedModule) -> None:
 
 
 def check_works(fast: nn.Module, model: nn.Module, x: Tensor) -> None:
-    """Both compute the same, and change the same."""
+    """Assert that both compute the same, with the same side effects."""
     Risk.is_over()
     outputs, states = [], []
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -154,7 +154,7 @@ def check_works(fast: nn.Module, model: nn.Module, x: Tensor) -> None:
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, stage: str, fault: BaseException) -> list[BaseException]:
-    """Let the next call of a stage raise; returns what is still to be raised."""
+    """Let the next call of a stage raise; returns a list with the error until it is raised."""
     due = [fault]
     module, _, name = f"autostream.{stage}".rpartition(".")
     real: Callable[..., Any] = vars(__import__(module, fromlist=[name]))[name]
@@ -175,17 +175,17 @@ def strike(
     make_fault: Callable[[], BaseException],
     runs: Iterable[int],
 ) -> int:
-    """Let an op raise in one of its runs while a model is prepared, in another one each time; see what is left.
+    """Let an op raise in one of its runs while a model is prepared, in another run each time; check the consequences.
 
     Args:
         model: has a :func:`risky` op.
         x: its input.
         options: to optimize it with.
         make_fault: makes what the op raises.
-        runs: of the op; until preparing ends before it comes to that.
+        runs: of the op, until there are fewer.
 
     Returns:
-        How often it was prepared and the op raised.
+        How often the op raised.
     """
     struck = 0
     for run in runs:

@@ -1,8 +1,8 @@
-"""Faults in the middle of things: no memory, Ctrl-C, ops that raise, forks. What the caller is left with.
+"""Faults: out of memory, Ctrl-C, ops that raise, forks.
 
-Wherever it strikes, the model runs afterwards, nothing that can be seen has changed, no lock is held, and there is one
-message; Ctrl-C reaches the caller. What only a GPU can suffer is in ``gpu/test_faults.py``, and what may befall the
-cache of measurements in ``costs/test_cache.py``.
+After a fault at any time, the model runs, nothing that the user can see has changed, no lock is held, and there is one
+message; Ctrl-C reaches the caller. Faults of a GPU are in ``gpu/test_faults.py``, and those of the cache folder in
+``test_store.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 OTHERS = [lambda: MemoryError("no memory"), lambda: RuntimeError("no way"), KeyboardInterrupt]
 MakeFault = Callable[[], BaseException]
-FAULTS = pytest.mark.parametrize("make_fault", [out_of_memory, *OTHERS], ids=lambda make: type(make()).__name__)
 
 
 def t(*shape: int) -> Tensor:
@@ -47,52 +46,55 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("autostream")]
 
 
-# While it is prepared
+# While a model is prepared
 
 STAGES = [
-    "dispatch.capture", "dispatch.names_of", "compiled.program_of", "tuning.price_program", "tuning.candidates_for",
-    "tuning.static_copies", "tuning.undone", "execution.restoring.copyable", "tuning.select", "select.build",
-    "select.lower", "select.uncaptured", "select.interleaved", "scheduled.Frozen", "scheduled.planned",
+    "dispatch.dispatcher.capture", "dispatch.dispatcher.names_of", "dispatch.compiled_graph.program_of",
+    "tuning.tune.price_program", "tuning.tune.candidates_for", "tuning.tune.static_copies", "tuning.tune.undone",
+    "runtime.restore.copyable", "tuning.tune.select", "tuning.select.build", "tuning.select.lower",
+    "tuning.select.uncaptured", "tuning.select.interleaved", "dispatch.scheduled_program.Frozen",
+    "dispatch.scheduled_program.planned",
 ]  # fmt: skip
 
 
 @torch.no_grad()
-@FAULTS
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_fault_while_it_is_prepared(
-    stage: str, make_fault: MakeFault, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_fault_in_any_stage_while_a_model_is_prepared(
+    stage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, x, fault = Noisy(), t(4, 8), make_fault()
-    fast = autostream.optimize(model, costs="roofline", **force_streams(monkeypatch))
-    due, before = fail_once(monkeypatch, stage, fault), Surroundings(model)
-    if make_fault is KeyboardInterrupt:
-        with pytest.raises(KeyboardInterrupt):
+    """Ctrl-C first, then one error; which one depends on the stage."""
+    errors = [out_of_memory, lambda: MemoryError("no memory"), lambda: RuntimeError("no way")]
+    options = force_streams(monkeypatch)
+    for fault in (KeyboardInterrupt(), errors[STAGES.index(stage) % 3]()):
+        model, x = Noisy(), t(4, 8)
+        fast = autostream.optimize(model, costs="roofline", **options)
+        due, before = fail_once(monkeypatch, stage, fault), Surroundings(model)
+        if isinstance(fault, KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt):
+                fast.prepare(x)
+            assert (fast.reports, messages(caplog)) == ((), [])
+        else:
             fast.prepare(x)
-        assert (fast.reports, messages(caplog)) == ((), [])
-    else:
-        fast.prepare(x)
-        (report,) = fast.reports
-        (refusal,) = report.refusals
-        assert report.mode == "plain"
-        assert messages(caplog) == [f"Noisy runs plainly: {refusal.reason}"]
-        assert str(fault).splitlines()[0] in refusal.reason
-    assert not due
-    before.check(Surroundings(model))
-    check_free(fast)
-    check_works(fast, model, x)
+            (report,) = fast.reports
+            (refusal,) = report.refusals
+            assert report.mode == "plain"
+            assert messages(caplog) == [f"Noisy runs plainly: {refusal.reason}"]
+            assert str(fault).splitlines()[0] in refusal.reason
+        assert not due
+        before.check(Surroundings(model))
+        check_free(fast)
+        check_works(fast, model, x)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("make_fault", [out_of_memory, KeyboardInterrupt])
-def test_an_op_that_raises_at_any_time_while_it_is_prepared(
+def test_an_op_that_raises_in_any_of_its_runs_while_a_model_is_prepared(
     make_fault: MakeFault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In its first run, in the second one, and so on with larger and larger steps, until preparing ends before that."""
+    """In its first run, in the second one, and so on with larger steps, until there are fewer runs."""
     options: dict[str, Any] = {"costs": "measured", "policy": "critical_path", "streams": 2, "memory_budget": math.inf}
     let_policy_assign(monkeypatch, scattered)
-    monkeypatch.setattr(
-        "autostream.costs.this_device.save", lambda measurements: ()
-    )  # so that it is measured each time
+    monkeypatch.setattr("autostream.costs.this_device.save", lambda measurements: ())  # ops are timed each time
     monkeypatch.setattr("autostream.tuning.select._ROUNDS", 1)
     monkeypatch.setattr("autostream.tuning.select._MAX_RUNS", 1)
     monkeypatch.setattr("autostream.tuning.select.VARIANTS", 0)
@@ -100,9 +102,9 @@ def test_an_op_that_raises_at_any_time_while_it_is_prepared(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("stage", ["select.interleaved", "scheduled.planned"])
-def test_what_was_made_until_a_fault_is_given_back(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of the inputs, at once: no cycle keeps them until the garbage is collected."""
+@pytest.mark.parametrize("stage", ["tuning.select.interleaved", "dispatch.scheduled_program.planned"])
+def test_copies_of_inputs_are_freed_at_once_after_a_fault(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reference cycle keeps them until the garbage collector runs."""
     copies: list[weakref.ref[Tensor]] = []
     static_copies = tuning.static_copies
 
@@ -126,7 +128,7 @@ def test_what_was_made_until_a_fault_is_given_back(stage: str, monkeypatch: pyte
 @torch.no_grad()
 @pytest.mark.parametrize("make_fault", OTHERS, ids=lambda make: type(make()).__name__)
 @pytest.mark.parametrize("configuration", ["default", "scattered"])
-def test_what_an_op_raises_in_a_call_reaches_the_caller_and_the_next_call_works(
+def test_an_error_of_an_op_in_a_call_reaches_the_caller_and_the_next_call_works(
     configuration: str, make_fault: MakeFault, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, x, fault = Noisy(), t(4, 8), make_fault()
@@ -143,22 +145,22 @@ def test_what_an_op_raises_in_a_call_reaches_the_caller_and_the_next_call_works(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("short", [False, True], ids=["the long way", "the short way"])
+@pytest.mark.parametrize("short", [False, True], ids=["slow path", "fast path"])
 @pytest.mark.parametrize("configuration", ["default", "scattered"])
-def test_what_has_too_little_memory_as_scheduled_runs_plainly(
+def test_a_schedule_that_runs_out_of_memory_is_replaced_by_eager_calls(
     configuration: str, short: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Streams take more than the model alone. What fails on the short way is tried once more on the long one."""
+    """Streams take more memory than the model alone. A call that fails on the fast path is tried on the slow path."""
     model, x = Quiet(), t(4, 8)
     fast = autostream.optimize(model, x, **CONFIGURATIONS[configuration](monkeypatch))
-    made = watched_entry(fast)
+    entry = watched_entry(fast)
     if short:
         fast(x)
     failures = 2 if short else 1
     Risk.is_at(1, out_of_memory, times=failures)
     with paused():
         same(fast(x), model(x))
-        assert made() is None, "whose memory is given back"
+        assert entry() is None, "its memory is freed"
     assert Risk.runs == failures + 2
     check_free(fast)
     (report,) = fast.reports
@@ -172,8 +174,8 @@ def test_what_has_too_little_memory_as_scheduled_runs_plainly(
 
 
 @torch.no_grad()
-def test_what_has_too_little_memory_under_hooks_of_saved_tensors_runs_plainly_too() -> None:
-    """As a checkpoint sets them; other errors may be theirs, and go through."""
+def test_hooks_of_saved_tensors_do_not_prevent_that_but_their_errors_are_raised() -> None:
+    """A checkpoint sets them."""
     model, x = Quiet(), t(4, 8)
     fast = autostream.optimize(model, x)
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
@@ -187,8 +189,8 @@ def test_what_has_too_little_memory_under_hooks_of_saved_tensors_runs_plainly_to
 
 
 @torch.no_grad()
-def test_what_has_changed_something_is_not_run_again(caplog: pytest.LogCaptureFixture) -> None:
-    """The running mean has taken in the inputs when memory ends; only the next call runs plainly."""
+def test_a_call_that_has_mutated_a_buffer_is_not_run_again(caplog: pytest.LogCaptureFixture) -> None:
+    """The running mean is updated before the error; the next call runs eagerly."""
     model, x = Noisy(), t(4, 8)
     fast = autostream.optimize(model, x)
     Risk.is_at(1, out_of_memory)
@@ -203,7 +205,7 @@ def test_what_has_changed_something_is_not_run_again(caplog: pytest.LogCaptureFi
 
 
 @torch.no_grad()
-def test_strict_raises_what_there_is_no_memory_for_and_keeps_the_schedule() -> None:
+def test_strict_raises_the_error_and_keeps_the_schedule() -> None:
     model, x = Quiet(), t(4, 8)
     fast = autostream.optimize(model, x, strict=True)
     Risk.is_at(1, out_of_memory)
@@ -218,7 +220,7 @@ def watched_entry(fast: autostream.OptimizedModule) -> weakref.ref[Any]:
     ((entry,),) = fast._autostream._admission.entries.values()
     assert isinstance(entry, CapturedCall)
     assert entry.compiled is not None
-    (ready,) = entry.compiled.made
+    (ready,) = entry.compiled.signatures
     assert ready.scheduled is not None
     return weakref.ref(ready.scheduled)
 
@@ -227,7 +229,7 @@ def watched_entry(fast: autostream.OptimizedModule) -> weakref.ref[Any]:
 
 
 def test_a_process_that_is_forked_while_others_prepare_and_call() -> None:
-    """It runs and prepares what is on the CPU, though the device is out of its reach; so does the one it comes from."""
+    """Both processes run and prepare models on the CPU, although CUDA cannot be used in the child."""
     run_alone(
         """
         import os, signal, threading, time
@@ -242,7 +244,7 @@ def test_a_process_that_is_forked_while_others_prepare_and_call() -> None:
             with preparing:
                 prepares.set()
                 forks.wait()
-                time.sleep(0.1)  # a fork that does not wait for this is over by now
+                time.sleep(0.1)  # a fork that does not wait for this has happened by now
                 prepared.append(True)
 
         def call():
