@@ -211,8 +211,8 @@ def _planned(
                 return select(program, graph, candidates, arguments, bound, restore, stopwatch.left(options), varied)
 
         if options.cuda_graph is False or graph.device == "cpu":
-            refusals = (_NOTHING_TO_CAPTURE,) if options.cuda_graph is True else ()
-            return Tuned(program, priced, selected(capture=False), refusals)
+            asked = options.cuda_graph is True
+            return Tuned(program, priced, selected(capture=False), (_NOTHING_TO_CAPTURE,) if asked else ())
         refusals = priced.refusals
         if not refusals:
             try:
