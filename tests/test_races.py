@@ -1,9 +1,9 @@
-"""End to end on emulated streams: every wait that the scheduler puts in is needed, and all that are needed are there.
+"""End to end on emulated streams: every wait of a schedule is needed, and every needed wait is there.
 
 model ─▶ trace ─▶ analyze ─▶ policy ─▶ synchronize ─▶ release ─▶ lower ─▶ emulated streams
                                             │             │
                               without this wait,   released one launch earlier:
-                              the verifier refuses, and numbers come out wrong, every time
+                              the verifier refuses, and results are wrong, every time
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from autostream.scheduling.verify import verify
 from tests.runtime.programs import Case, Towers, case_of, fused_case, random_schedule, same, sliced_case, step_case
 from tests.scheduling.mistakes import with_a_lifetime_shortened, with_a_release_too_early, without_a_wait
 
-SEEDS = 20
+SEEDS = 12
 
 
 class Inception(nn.Module):
-    """Four branches over one input, as in GoogLeNet, each with batch norms that learn while they run."""
+    """Four branches over one input, as in GoogLeNet, with batch norms in training mode."""
 
     def __init__(self, channels: int = 4) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Inception(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two branches through one batch norm in training mode: the second must see what the first has learnt."""
+    """Two branches through one batch norm in training mode: the second reads the statistics of the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Tied(nn.Module):
 
 
 def in_place(x: Tensor) -> Tensor:
-    """Branches that write parts of one tensor through views while others read it before and after."""
+    """Branches that mutate views of one tensor, and others that read it before and after."""
     base = x * 2
     before = base.exp()
     left, right = base[:, :3], base[:, 3:]
@@ -88,7 +88,7 @@ def views(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def mutated(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    """Writes an input that the branches before read, and returns it."""
+    """Mutates an input that earlier branches read, and returns it."""
     old = (x.exp() + x.sin()) * (x.cos() + y)
     x.copy_(y)
     return x, old, x.neg() + y.neg()
@@ -106,7 +106,7 @@ KERNELS = {"fused": fused_case, "sliced": sliced_case}
 CASES = {**KERNELS, "training step": step_case}
 NAMES = (*MODELS, *CASES)
 
-PLANS = [(policy, streams) for policy in ("critical_path", "path_cover") for streams in (2, 3, 4)]
+PLANS = [("critical_path", 2), ("path_cover", 3), ("critical_path", 4)]
 
 
 @cache
@@ -128,12 +128,12 @@ def schedule(name: str, policy: str, streams: int) -> Schedule:
 
 @cache
 def expected(name: str) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """What sequential execution returns, and what is in the arguments afterwards."""
+    """The results of sequential execution, and the arguments afterwards."""
     return case(name).expected()
 
 
 def all_right(name: str, plan: Schedule, seeds: int) -> bool:
-    """Whether in so many orders results, and arguments afterwards, are bit for bit those of sequential execution."""
+    """Whether results and arguments are bit for bit those of sequential execution, in a number of random orders."""
     given, (results, after) = case(name), expected(name)
     lowered = lower(given.program, given.graph, plan)
     runs = (given.args() for _ in range(seeds))
@@ -152,40 +152,26 @@ def refused(graph: OpGraph, plan: Schedule) -> bool:
 
 @pytest.mark.parametrize(("policy", "streams"), PLANS)
 @pytest.mark.parametrize("name", NAMES)
-def test_as_scheduled_every_order_computes_the_same(name: str, policy: str, streams: int) -> None:
-    plan = schedule(name, policy, streams)
-    assert not refused(case(name).graph, plan)
+def test_every_order_computes_the_same_and_every_wait_and_release_is_needed_as_it_is(
+    name: str, policy: str, streams: int
+) -> None:
+    graph, plan = case(name).graph, schedule(name, policy, streams)
+    assert not refused(graph, plan)
     assert all_right(name, plan, SEEDS)
-
-
-@pytest.mark.parametrize(("policy", "streams"), PLANS)
-@pytest.mark.parametrize("name", NAMES)
-def test_every_wait_is_needed(name: str, policy: str, streams: int) -> None:
-    plan = schedule(name, policy, streams)
     broken = list(without_a_wait(plan))
-    assert len(broken) == plan.wait_count
-    for wrong in broken:
-        assert refused(case(name).graph, wrong)
-        assert not all_right(name, wrong, streams)
-
-
-@pytest.mark.parametrize(("policy", "streams"), PLANS)
-@pytest.mark.parametrize("name", NAMES)
-def test_no_storage_could_be_released_earlier(name: str, policy: str, streams: int) -> None:
-    graph = case(name).graph
-    for wrong in with_a_release_too_early(graph, schedule(name, policy, streams)):
+    assert len(broken) == plan.wait_count >= 2
+    for wrong in (*broken, *with_a_release_too_early(graph, plan)):
         assert refused(graph, wrong)
         assert not all_right(name, wrong, streams)
 
 
-def test_there_is_something_to_break() -> None:
+def test_there_are_releases_that_can_be_too_early() -> None:
     plans = [(name, schedule(name, *plan)) for name in NAMES for plan in PLANS]
-    assert all(plan.wait_count >= 2 for _, plan in plans)
-    assert sum(len(list(with_a_release_too_early(case(name).graph, plan))) for name, plan in plans) > 40
+    assert sum(len(list(with_a_release_too_early(case(name).graph, plan))) for name, plan in plans) > 20
 
 
-def test_slices_are_written_side_by_side() -> None:
-    """The kernels that fill the matrix wait for nothing but the stem, with which it is taken; see ``sliced_case``."""
+def test_slices_of_one_tensor_are_written_concurrently() -> None:
+    """The kernels that fill the matrix wait only for the stem, which allocates it; see ``sliced_case``."""
     graph = case("sliced").graph
     (matrix,) = (storage for storage in graph.storages.values() if storage.parts)
     assert matrix.name in graph.ops["stem"].allocates
@@ -207,7 +193,7 @@ def test_slices_are_written_side_by_side() -> None:
 
 
 class Drops(nn.Module):
-    """Dropouts in branches draw from one generator: their order is part of what they compute."""
+    """Dropouts in branches use one generator, so their order matters."""
 
     def forward(self, x: Tensor) -> Tensor:
         branches: Sequence[Tensor] = [torch.dropout(x + shift, 0.5, True).exp() for shift in range(4)]
@@ -215,7 +201,7 @@ class Drops(nn.Module):
 
 
 @pytest.mark.parametrize(("policy", "streams"), PLANS)
-def test_random_numbers_are_drawn_in_program_order(policy: str, streams: int) -> None:
+def test_random_numbers_are_generated_in_program_order(policy: str, streams: int) -> None:
     torch.manual_seed(0)
     given = case_of(Drops(), torch.randn(4, 6))
     graph, profile = given.graph, profile_named("h200")
@@ -236,14 +222,14 @@ def test_random_numbers_are_drawn_in_program_order(policy: str, streams: int) ->
 
 @cache
 def placed(name: str, policy: str, streams: int) -> Schedule:
-    """The schedule of kernels, with all memory whose place is free to choose in an arena."""
+    """A schedule with all placeable memory in an arena."""
     graph = case(name).graph
     return place_releases(graph, place_storages(graph, schedule(name, policy, streams)))
 
 
 @pytest.mark.parametrize(("policy", "streams"), PLANS)
 @pytest.mark.parametrize("name", KERNELS)
-def test_in_an_arena_every_order_gives_the_right_numbers(name: str, policy: str, streams: int) -> None:
+def test_in_an_arena_every_order_computes_the_same(name: str, policy: str, streams: int) -> None:
     graph, plan = case(name).graph, placed(name, policy, streams)
     verify(graph, plan, pinned=graph.pinned)
     free = {s.name for s in graph.storages.values() if s.placeable and not s.escapes}
@@ -253,7 +239,7 @@ def test_in_an_arena_every_order_gives_the_right_numbers(name: str, policy: str,
 
 @cache
 def shortened(name: str) -> Sequence[tuple[str, str, Schedule]]:
-    """Storages of random schedules at one place, where one op reads the first when the second may be written."""
+    """Schedules with two storages at one offset, although an op may read the first while the second is written."""
     graph = case(name).graph
     drawn = (random_schedule(graph, streams, seed) for streams in (1, 2, 3) for seed in range(20))
     plans = (place_releases(graph, place_storages(graph, plan)) for plan in drawn)
@@ -261,7 +247,7 @@ def shortened(name: str) -> Sequence[tuple[str, str, Schedule]]:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_lifetime_that_is_shortened_is_found_out_every_time(name: str) -> None:
+def test_a_lifetime_that_is_too_short_is_detected_every_time(name: str) -> None:
     assert len(shortened(name)) > 20
     for first, second, wrong in shortened(name):
         assert refused(case(name).graph, wrong)
@@ -269,9 +255,9 @@ def test_a_lifetime_that_is_shortened_is_found_out_every_time(name: str) -> None
             assert not all_right(name, wrong, wrong.streams), (first, second)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(name=st.sampled_from(sorted(KERNELS)), streams=st.integers(1, 4), seed=st.integers(0, 1000))
-def test_random_schedules_in_arenas_are_right(name: str, streams: int, seed: int) -> None:
+def test_random_schedules_in_arenas_are_correct(name: str, streams: int, seed: int) -> None:
     graph = case(name).graph
     drawn = random_schedule(graph, streams, seed)
     plan = place_releases(graph, place_storages(graph, drawn))
