@@ -136,7 +136,7 @@ def test_errors_of_the_model_are_raised_and_its_side_effects_happen_once() -> No
 
 @torch.no_grad()
 def test_a_model_that_dynamo_fails_at_runs_eagerly() -> None:
-    """The branches of a ``cond`` must be traceable; run plainly, it does not compile them."""
+    """The branches of a ``cond`` must be traceable; run eagerly, it does not compile them."""
 
     def breaks(s: Model, x: Tensor) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
