@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -104,22 +103,6 @@ def test_what_there_is_no_time_for_is_named(monkeypatch: pytest.MonkeyPatch, tmp
 # A process of its own
 
 
-def in_a_process(monkeypatch: pytest.MonkeyPatch, program: str, seconds: float = float("inf")) -> dict[str, Any]:
-    """A row whose process runs another program, in which ``FILE`` is where the row is to be written."""
-    run = subprocess.run
-
-    def other(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[Any]:
-        file = command[-1].rpartition(", ")[2].removesuffix(")")
-        return run([*command[:-1], program.replace("FILE", file)], timeout=timeout)
-
-    monkeypatch.setattr(subprocess, "run", other)
-    return host._in_a_process("linear", False, 0.0, seconds)
-
-
-def test_a_process_that_crashes_costs_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert in_a_process(monkeypatch, "import os; os.abort()")["failed"] == "its process ended with -6"
-
-
 # Modes
 
 
@@ -164,14 +147,6 @@ def test_training_steps_are_timed_with_gradients(monkeypatch: pytest.MonkeyPatch
     )
     assert row["modes"]["bare_replay"]["queued_calls"] == host.STEPS
     assert [*row] == ["modes"], "nothing is compiled there"
-
-
-def test_a_call_that_cannot_be_queued_has_the_other_times(monkeypatch: pytest.MonkeyPatch, ticks: None) -> None:
-    monkeypatch.setattr(Ticks, "pace", lambda *_: None)
-    cells = host.rounds({"a": lambda: None}, host.BusyClock(CPU), CPU, 40, lambda what: None)
-    assert (cells["a"]["host_us"], cells["a"]["queued_calls"], cells["a"]["rounds"]) == (None, None, 0)
-    assert cells["a"]["latency_us"]
-    assert entries(table(result({"workload": "w", "modes": cells})).splitlines()[2])[2:4] == ["", ""]
 
 
 # The table

@@ -100,13 +100,6 @@ def test_commands_save_after_each_row_into_one_file(monkeypatch: pytest.MonkeyPa
     assert len(saved["rows"]) == 1, "what was measured before an interruption is kept"
 
 
-@pytest.mark.parametrize(("arguments", "said"), [([], "no CUDA device"), (["--workloads", "x"], "no workload x")])
-def test_what_it_cannot_do_it_says(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("optimizer", zoo.OPTIMIZERS)

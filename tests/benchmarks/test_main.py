@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import tqdm.std
 
 from benchmarks import __main__ as command
 from benchmarks import result
@@ -224,38 +218,6 @@ def test_pieces_merged_in_any_order_are_the_whole(lab: Lab, tmp_path: Path) -> N
         assert both.read_bytes() == whole.read_bytes()
 
 
-@pytest.mark.parametrize(("minutes", "done"), [("0.5", 1), ("0.7", 2), ("99", 2)])
-def test_no_row_begins_when_time_is_up(
-    lab: Lab, out: Path, monkeypatch: pytest.MonkeyPatch, minutes: str, done: int
-) -> None:
-    """A row takes 40 seconds here, and telling the machine's stamp one."""
-
-    def stamp() -> dict[str, Any]:
-        lab.now += 1.0
-        return STAMP
-
-    monkeypatch.setattr(command, "stamp", stamp)
-    assert run(out, "--minutes", minutes) == 0
-    assert lab.workloads == ["mm_small", "towers8"][:done]
-    assert len(result.load(out)["rows"]) == done
-
-
-def test_rows_that_time_did_not_suffice_for_are_told(
-    lab: Lab, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = tuple(Row(name, 1, "float32") for name in ("a", "b", "c"))
-    monkeypatch.setitem(SUITES, "cpu", command.Suite("cpu", rows, ("eager",), "eager"))  # type: ignore[arg-type]
-    said = []
-    for _ in range(3):
-        assert run(out, "--minutes", "0.5") == 0
-        said.append(capsys.readouterr().err.splitlines()[1:])
-    assert said == [
-        ["2 rows remain; the same command goes on"],
-        ["1 row remains; the same command goes on"],
-        [],
-    ]
-
-
 def test_an_interrupted_run_keeps_what_is_done(lab: Lab, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lab.others["towers8"] = KeyboardInterrupt()
     assert run(out) == 130
@@ -286,23 +248,6 @@ def test_what_goes_wrong_is_stored_and_told_and_the_rest_goes_on(
     ]
     assert "timed out" in printed
     assert "ImportError: no torchvision" in printed
-
-
-def test_a_terminal_shows_a_bar_with_the_mode_under_way(lab: Lab, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    terminal, seconds = Terminal(), iter(range(1000))
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(tqdm.std, "time", lambda: float(next(seconds)))
-    assert run(out) == 0
-    shown = re.split(r"[\r\n]", terminal.getvalue())
-    for workload in ("mm_small", "towers8"):
-        for mode in SUITES["cpu"].modes:
-            assert any(line.startswith(f"{workload}: ") and line.rstrip().endswith(f"{mode}]") for line in shown)
-    assert any("2/2" in line for line in shown)
-    assert "40.0 s" not in terminal.getvalue(), "the bar says it"
 
 
 @pytest.mark.parametrize(
@@ -375,13 +320,6 @@ def test_tables(shown: str, capsys: pytest.CaptureFixture[str], flags: str, line
     assert " ".join(capsys.readouterr().out.splitlines()[-1].split()) == line
 
 
-def test_a_table_of_cells_has_a_line_for_each_mode(shown: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["table", shown, "--cells", "--format", "csv", "--baseline", "eager"]) == 0
-    lines = csv.DictReader(io.StringIO(capsys.readouterr().out))
-    faster = {line["mode"]: float(line["faster"]) for line in lines}
-    assert faster == {"cuda_graph": 2.0, "autostream": 4.0, "eager": 1.0}
-
-
 ORIGINS = [f"{name}: G1, torch 2.11.0, commit 0123456789ab-dirty" for name in ("A a.json", "B b.json")]
 
 
@@ -393,27 +331,6 @@ def compared(before: dict[str, Any], after: dict[str, Any], *flags: str) -> int:
     result.save(before, Path("a.json"))
     result.save(after, Path("b.json"))
     return command.main(["compare", "a.json", "b.json", *flags])
-
-
-def test_a_comparison_without_regressions(shown: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of cells that neither could time there is nothing to say."""
-    scattered = cell(5.0, 6.0, 7.0)
-    broken = against(6.0) | {"autostream": failed()}
-    before = made(row("a", **against(6.0)), row("b", **against(6.0)), row("c", **broken), row("d", **broken))
-    after = made(
-        row("a", **against(6.1)),
-        row("b", **against(6.0) | {"autostream": scattered}),
-        row("c", **against(6.0)),
-        row("d", **broken),
-    )
-    assert compared(before, after) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        *ORIGINS,
-        "a, autostream: 2.000× to 1.967× -1.6%",
-        "b, autostream: 2.000× to 2.000× +0.0%, noisy",
-        "c, autostream: - to 2.000× ok",
-        "0 of 3 cells lost more than 3.0%, chance aside, against cuda_graph",
-    ]
 
 
 def test_a_comparison_with_regressions(shown: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -431,38 +348,11 @@ def test_a_comparison_with_regressions(shown: str, capsys: pytest.CaptureFixture
     ]
 
 
-def test_a_comparison_says_what_both_were_measured_on(shown: str, capsys: pytest.CaptureFixture[str]) -> None:
-    before, after = made(row("a", **against(6.0))), made(row("a", **against(6.0)), row("b", **against(6.0)))
-    before["stamps"] = [OTHER_GPU | {"torch": "2.13.0", "commit": None}]
-    after["stamps"] = [STAMP | {"gpu": None}, LATER | {"gpu": None}, LATER | {"gpu": None, "commit": "abc"}]
-    compared(before, after)
-    assert capsys.readouterr().out.splitlines()[:2] == [
-        "A a.json: G2, torch 2.13.0, commit unknown",
-        "B b.json: cpu, torch 2.11.0, commit 0123456789ab-dirty and abc",
-    ]
-
-
-def test_a_comparison_needs_the_baseline_on_both_sides(shown: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Or nothing could be worse, and a check that compares nothing would pass."""
-    whole, part = made(row("a", **against(6.0))), made(row("a", autostream=cell(6.0, 6.0, 6.0)))
-    for pair in ((whole, part), (part, whole)):
-        assert compared(*pair) == 2
-        assert "no row has the baseline cuda_graph: there is autostream" in capsys.readouterr().err
-
-
 def test_plots_are_written_and_named(shown: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["plot", shown, "--out", "plots"]) == 0
     paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert paths == [Path("plots") / f"quick-{name}.svg" for name in ("workloads", "predictions")]
     assert all(path.exists() for path in paths)
-
-
-def test_the_package_is_a_command() -> None:
-    """The exit code reaches the shell."""
-    done = subprocess.run([sys.executable, "-m", "benchmarks", "table", "missing"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("benchmarks: error: missing is no result file")
 
 
 @pytest.mark.gpu
@@ -489,18 +379,3 @@ def test_a_row_without_a_mode_that_is_asked_for_is_measured_again_in_all(lab: La
     assert tuple(measured["cells"]) == modes
     assert run(out, *one, "eager", "--again") == 0
     assert lab.asked[2:] == [("towers8", modes)]
-
-
-def test_a_mode_that_is_no_more_is_not_dropped(lab: Lab, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = made(row("towers8", eager=cell(1.0, 1.0), old=cell(1.0, 1.0)) | {"dtype": "float32"}, suite="cpu")
-    result.save(old, out)
-    said = error_of(capsys, "run", "cpu", "--out", out)
-    assert said == f"{out} has the mode old, which there is no more: write to another file"
-    assert (lab.asked, result.load(out)) == ([], old)
-    assert run(out, "--workloads", "mm_small") == 0, "rows that are not measured again may have it"
-
-
-def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(lab: Lab, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert run(tmp_path / "file" / "x.json") == 2
-    assert lab.workloads == []

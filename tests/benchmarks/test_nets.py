@@ -5,7 +5,7 @@ from __future__ import annotations
 import networkx as nx
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks import nets
 
@@ -40,18 +40,6 @@ def test_dlrm_multiplies_all_pairs_of_vectors() -> None:
     torch.testing.assert_close(products, torch.tensor(expected))
 
 
-def test_dlrm_puts_dense_features_bags_and_their_products_together() -> None:
-    model = nets.Dlrm(dense=2, tables=4, rows=10, width=3)
-    dense, indices = torch.randn(6, 2), torch.randint(10, (6, 4, 5))
-    logits = model(dense, indices)
-    assert logits.shape == (6,)
-    for n in range(6):
-        bottom = model.bottom(dense[n])
-        bags = [model.tables[t].weight[indices[n, t]].sum(0) for t in range(4)]
-        products = model.interactions(torch.stack([bottom, *bags])[None])[0]
-        torch.testing.assert_close(logits[n], model.top(torch.cat([bottom, products]))[0])
-
-
 def test_deepfm_adds_weights_products_of_all_pairs_and_a_perceptron() -> None:
     model, fields = nets.DeepFm(fields=4, rows=10, width=3), torch.randint(10, (6, 4))
     logits = model(fields)
@@ -62,28 +50,6 @@ def test_deepfm_adds_weights_products_of_all_pairs_and_a_perceptron() -> None:
         linear = model.weights.weight[rows].sum()
         products = sum((factors[i] @ factors[j] for i in range(4) for j in range(i)), torch.zeros(()))
         torch.testing.assert_close(logits[n], linear + products + model.deep(factors.flatten())[0])
-
-
-def test_proposals_are_scored_on_each_level() -> None:
-    class Detector(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rpn = nn.Module()
-            self.rpn.head = Head()
-
-        def backbone(self, images: Tensor) -> dict[str, Tensor]:
-            return {"0": images, "1": images[..., ::2]}
-
-    class Head(nn.Module):
-        def forward(self, features: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-            return [x + 1 for x in features], [x + 2 for x in features]
-
-    images = torch.randn(1, 3, 4, 4)
-    features, scores, boxes = nets.Proposals(Detector())(images)
-    assert list(features) == ["0", "1"]
-    for level, x in enumerate(features.values()):
-        assert torch.equal(scores[level], x + 1)
-        assert torch.equal(boxes[level], x + 2)
 
 
 def test_the_wiring_of_a_random_stage_is_that_of_its_graph_each_time() -> None:

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import autostream
-from benchmarks import predictions
-from benchmarks.predictions import main, measured, plot, row_of, summary, table
+from benchmarks.predictions import measured, plot, row_of, summary, table
 
 
 def line(policy: str, measured_us: float, predicted_us: float, roofline_us: float, *, chosen: bool) -> dict[str, Any]:
@@ -96,15 +95,3 @@ def test_the_table_has_a_line_for_each_row_and_the_plot_is_always_the_same(tmp_p
     for name in ("a.svg", "b.svg"):
         plot(rows, tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-
-
-def test_the_command_writes_everything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    prepared: list[tuple[str, ...]] = []
-    monkeypatch.setattr(predictions, "measured", lambda rows: iter([BRANCHY, CHAIN]))
-    monkeypatch.setattr(predictions, "_from_a_process", lambda what, rows: iter(prepared.append((what, *rows)) or []))
-    assert main(["googlenet:1", "dlrm:8", "--processes", "2", "--out", str(tmp_path)]) == 0
-    assert sorted(prepared) == [("prepare", "dlrm:8"), ("prepare", "googlenet:1")]
-    saved = json.loads((tmp_path / "predictions.json").read_text())
-    assert saved["rows"] == [BRANCHY, CHAIN]
-    assert {"torch", "commit", "gpu"} <= saved["stamp"].keys()
-    assert (tmp_path / "predictions.svg").exists()

@@ -13,7 +13,6 @@ from benchmarks.harness.training import TrainingSubject
 from benchmarks.zoo import (
     INFERENCE,
     OPTIMIZERS,
-    PARALLEL,
     TRAINING,
     TrainingWorkload,
     Workload,
@@ -86,14 +85,6 @@ def test_an_inference_workload_passes_its_own_checks(name: str) -> None:
     assert {tensor.device for tensor in all_tensors(subject)} == {CPU}
 
 
-def test_parallel_products_are_the_products() -> None:
-    parallel, product = (
-        prepare(each, 1, CPU, torch.float32) for each in (PARALLEL["parallel_small"], INFERENCE["mm_small"])
-    )
-    assert [name.rpartition("_")[2] for name in PARALLEL] == ["small", "medium", "large"]
-    torch.testing.assert_close(parallel.model(*parallel.args), product.model(*product.args), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("name", TRAINING)
 def test_a_training_workload_passes_its_own_checks_and_its_loss_is_no_matter_of_chance(name: str) -> None:
     subject = prepare_training(TRAINING[name], TRAINING[name].batches[0], "sgd", CPU, torch.float32)
@@ -134,16 +125,6 @@ def test_weights_and_inputs_are_the_same_each_time_and_the_random_state_stays(
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
     assert all(map(torch.equal, all_tensors(first), all_tensors(make())))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_floating_point_is_cast_and_integers_are_not(dtype: torch.dtype) -> None:
-    subject = prepare(READER, 2, CPU, dtype)
-    assert [arg.dtype for arg in (*subject.args, *subject.others)] == [torch.int64, dtype] * 2
-    assert {parameter.dtype for parameter in subject.model.parameters()} == {dtype}
-    training = prepare_training(TRAIN_READER, 4, "sgd", CPU, dtype)
-    assert [x.dtype for x in training.data] == [torch.int64, dtype, dtype]
-    assert {parameter.dtype for parameter in training.model.parameters()} == {dtype}
 
 
 @pytest.mark.parametrize(

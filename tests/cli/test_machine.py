@@ -17,8 +17,6 @@ from autostream.costs.records import Context
 from autostream.ir import Decision, DeviceProfile
 from tests.cli.calls import error_of
 
-REMARKS = (Decision("", "not kept", "the disk is full"),)
-
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> DeviceProfile:
@@ -33,7 +31,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> DeviceProfile:
 
 
 def test_a_gpu_is_measured_for_others(
-    monkeypatch: pytest.MonkeyPatch, model: str, planned: SimpleNamespace, gpu: DeviceProfile
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    planned: SimpleNamespace,
+    gpu: DeviceProfile,
 ) -> None:
     monkeypatch.setattr(
         machine,
@@ -43,6 +45,11 @@ def test_a_gpu_is_measured_for_others(
     assert cli.main(["profile", "--out", "mine.json"]) == 0
     assert cli.main(["schedule", model, "--device", "mine.json"]) == 0
     assert planned.profile == gpu
+    capsys.readouterr()
+    assert cli.main(["profile"]) == 0
+    shown, said = capsys.readouterr()
+    assert shown.startswith("device      NVIDIA H300: 132 SMs (measured)")
+    assert said == "autostream: not kept: the disk is full\n"
 
 
 @pytest.mark.usefixtures("gpu")

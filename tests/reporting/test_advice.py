@@ -58,19 +58,6 @@ def test_an_op_that_no_graph_can_hold_is_named_with_its_reason() -> None:
 GAPS = profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=1.0)
 
 
-def test_many_gaps_call_for_fewer_kernels() -> None:
-    """18 µs of work and 4 gaps between 5 ops."""
-    assert starting(advice(profile=GAPS, refusals=()), "kernels=") == [
-        'kernels="inductor": on one stream, 4.0 µs of 22.0 µs are gaps between 5 kernels'
-    ]
-    replayed = replace(GAPS, replay_us=9.0)
-    assert starting(advice(profile=replayed, refusals=()), "kernels=") == [
-        'kernels="inductor": on one stream, 4.0 µs of 31.0 µs are gaps between 5 kernels'
-    ], "what a replay takes is no gap"
-    few = profile_with(same_stream_edge_us=0.4)
-    assert not starting(advice(profile=few, refusals=()), "kernels="), "1.6 of 19.6 µs are few"
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -157,8 +144,3 @@ def test_a_time_far_from_its_estimate_is_no_basis(measured_us: float | None, tim
     assert all(f"it takes {times} times what was estimated" in said for said in found)
     exact = {name: replace(cost, source="measured") for name, cost in COSTS.items()}
     assert not starting(advice(chosen=chosen, costs=exact), 'costs="measured"'), "they are measured already"
-
-
-def test_a_prediction_is_to_be_measured() -> None:
-    assert advice(mode="dry run")[-1] == "autostream bench on the device itself: this is a prediction"
-    assert not starting(advice(mode="dry run", graph=replace(DIAMOND, device="cpu")), "autostream bench")

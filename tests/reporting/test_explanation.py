@@ -28,11 +28,6 @@ from tests.reporting.reports import (
 )
 from tests.scheduling.graphs import costs_of, graph_of, planned, profile_with
 
-SIDE_BY_SIDE = replace(
-    CHOSEN, schedule=Schedule("test", 2, (Launch("a", 0), Launch("b", 1, waits=(FORK,))), join_waits=("b",))
-)
-
-
 NEAR = profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=1.0)
 """A device on which another stream is as near as the own one."""
 
@@ -121,21 +116,6 @@ def test_every_time_of_a_profile_is_uncertain(field: str, captured: bool) -> Non
     assert spread.us == pytest.approx((0.65 * chosen.predicted_us, 1.35 * chosen.predicted_us))
 
 
-def test_where_room_is_short_the_gain_is_uncertain_too() -> None:
-    """Each takes 0.6 of the device and 10 µs; with 35 % less or more room 10 µs to 16.2 µs, with more time 35 % more.
-
-    stream 0   a 10
-    stream 1   b 10
-    """
-    graph = graph_of((), names="ab")
-    chosen = replace(SIDE_BY_SIDE, measured_us=None)
-    report = replace(REPORT, graph=graph, costs=costs_of(graph, 10.0, sm_share=0.6), chosen=chosen)
-    spread = explain(report).spread
-    assert spread is not None
-    assert spread.us == pytest.approx((6.5, 16.2 * 1.35))
-    assert spread.times == pytest.approx((1 + 0.4 * 3.8 / 16.2, 2.0))
-
-
 @pytest.mark.parametrize(
     ("sm_share", "bandwidth_share", "tightest"),
     [
@@ -149,19 +129,6 @@ def test_the_tightest_ceiling_comes_first(sm_share: float, bandwidth_share: floa
     assert ceilings[0] == tightest
     assert len(ceilings) == 4
     assert Ceiling("at most 2 ops are independent (width)", 9.0, 2.0) in ceilings
-
-
-def test_one_op_is_no_chain() -> None:
-    """The longer of two ops side by side.
-
-    stream 0   a 10
-    stream 1   b 7
-    """
-    graph = graph_of((), names="ab")
-    costs = costs_of(graph, {"a": 10.0, "b": 7.0})
-    found = explain(replace(REPORT, graph=graph, costs=costs, chosen=replace(SIDE_BY_SIDE, measured_us=None)))
-    assert found.ceilings[0] == Ceiling("the longest op alone", 10.0, 1.7)
-    assert found.reasons[0].why == "the longest op takes 10.0 µs"
 
 
 def test_what_a_replay_takes_is_part_of_every_time() -> None:
@@ -192,12 +159,6 @@ def test_ops_that_fill_the_device_are_counted_and_named() -> None:
     assert full.why.startswith("5 of 5 ops alone, 100% of the work (a, b, c +2)")
     (nearly, *_) = explain(replace(REPORT, costs=with_costs(sm_share=0.95))).reasons
     assert nearly.why.startswith("5 of 5 ops alone")
-
-
-def test_where_one_stream_was_kept_the_best_over_several_is_explained() -> None:
-    found = explain(replace(REPORT, chosen=GRAPHED, candidates=(GRAPHED, CHOSEN, REFUSED)))
-    assert found.explained == "critical_path over 2 streams"
-    assert [reason.cause for reason in found.reasons] == ["chain of data", "not explained by the model"]
 
 
 def test_what_is_not_captured_is_launched_by_the_host_and_says_why() -> None:

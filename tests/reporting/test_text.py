@@ -9,7 +9,6 @@ from autostream.ir import Candidate, Decision, Limit, Schedule, Timeline
 from autostream.reporting.ops import Selection
 from autostream.reporting.report import Report
 from autostream.reporting.text import answers, render, summary
-from autostream.scheduling.policies.sequential import one_stream
 from tests.reporting.reports import (
     CHOSEN,
     DIAMOND,
@@ -19,7 +18,7 @@ from tests.reporting.reports import (
     REPORT,
     with_source,
 )
-from tests.scheduling.graphs import costs_of, graph_of, profile_with
+from tests.scheduling.graphs import graph_of
 
 
 def values(text: str) -> dict[str, list[str]]:
@@ -73,22 +72,6 @@ def test_why_it_is_not_faster_is_told_with_shares() -> None:
     assert len(rows(answers(exact), title)) == 1, "what is next to nothing is left out"
 
 
-def test_how_uncertain_a_prediction_is_stands_beneath_it() -> None:
-    dry = replace(REPORT, chosen=replace(CHOSEN, measured_us=None))
-    (said,) = values(summary(dry))["uncertain"]
-    assert said == (
-        "7.8 to 19.0 µs, 1.11× to 1.50× one stream, if ops take 35% less or more time and room (roofline costs), "
-        "and edges and launches as much less or more time (profile: table); at least 40% of the gain comes true"
-    )
-    exact = replace(dry, profile=profile_with(source="measured"))
-    assert values(summary(exact))["uncertain"][0].endswith(
-        ", and edges and launches what was measured (profile: measured); at least 40% of the gain comes true"
-    )
-    keys = [*values(summary(dry))]
-    assert keys.index("uncertain") == keys.index("predicted") + 1
-    assert "uncertain" not in values(summary(REPORT))
-
-
 def test_no_gain_is_a_result_with_a_number_and_a_reason() -> None:
     slow = replace(CHOSEN, measured_us=42.0)
     found = values(render(replace(REPORT, chosen=GRAPHED, candidates=(GRAPHED, slow))))
@@ -129,16 +112,6 @@ def test_a_refusal_names_the_op_and_its_source_line() -> None:
     assert values(summary(report))["refused"] == ["not fused: a hook watches it (op d, net.py:3: y = f(x))"]
 
 
-def test_of_many_refusals_of_a_kind_the_first_are_shown() -> None:
-    many = [Decision(name, "not captured", "it synchronizes") for name in "abcde"]
-    report = replace(REPORT, refusals=(*many[:4], Decision("", "no streams", "there is one"), many[4]))
-    assert values(summary(report))["refused"] == [
-        "no streams: there is one",
-        *(f"not captured: it synchronizes (op {name})" for name in "abc"),
-        "not captured: 2 more",
-    ]
-
-
 def test_what_is_allocated_is_told_beside_one_stream_and_workspaces() -> None:
     assert values(summary(REPORT))["memory"] == [
         "4.5 MB at most, 1.45× one stream (3.1 MB), weights and inputs not included",
@@ -168,21 +141,6 @@ def test_a_schedule_that_the_budget_keeps_out_is_told_with_what_that_costs() -> 
         "2.5", "50%", "memory budget", f"{why}: the best within it takes 13.0 µs instead of 10.5 µs, as predicted",
     ]  # fmt: skip
     assert "budget" not in values(summary(REPORT))
-
-
-def test_the_largest_that_hold_the_memory_are_listed_with_their_lines() -> None:
-    """Op c lets go of b when it is done: stream 0 has three at that time, and no more at e."""
-    report = replace(REPORT, graph=with_source(DIAMOND, "c", "/home/me/net.py:3: y = f(x)"))
-    assert rows(answers(report), "What holds the memory when most is in use\n") == [
-        ["1.0 kB", "a", "stream 0", "a", ""],
-        ["1.0 kB", "b", "stream 0", "b", ""],
-        ["1.0 kB", "c", "stream 0", "c", "net.py:3: y = f(x)"],
-        ["1.0 kB", "d", "stream 1", "d", ""],
-    ]
-    many = graph_of((), names="abcdefg")
-    chosen = replace(GRAPHED, schedule=one_stream(many))
-    text = answers(replace(REPORT, graph=many, costs=costs_of(many), chosen=chosen, timeline=None))
-    assert len(rows(text, "What holds the memory when most is in use, the 5 largest of 7\n")) == 5
 
 
 def test_decisions_about_the_whole_come_first_and_follow_the_ops_shown() -> None:

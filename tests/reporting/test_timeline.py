@@ -148,14 +148,6 @@ def test_slices_that_follow_each_other_do_not_overlap_however_their_times_are_re
     assert {*lost} == {0.0, 0.001}, "where one was too long by a ns, it lost that"
 
 
-def test_an_arrow_leaves_a_slice_that_is_drawn_shorter_than_it_was() -> None:
-    """Op d ends after 1.001 µs, which some take for 1,000 ns, and so is drawn until 1 µs only."""
-    times = {"a": (0, 0.0, 0.1), "d": (1, 0.1, 1.001), "b": (0, 0.1, 0.2), "c": (0, 0.2, 0.3), "e": (0, 1.1, 1.2)}
-    timeline = Timeline(tuple(Slice(name, *time) for name, time in times.items()))
-    found = checked(replace(REPORT, timeline=timeline))
-    assert [e["ts"] for e in of(found, "s")] == [0.097, 0.997]
-
-
 def test_the_measured_timeline_is_a_process_of_its_own() -> None:
     assert REPORT.timeline is not None
     slower = tuple(replace(s, start_us=2 * s.start_us, end_us=2 * s.end_us) for s in REPORT.timeline.slices)
@@ -188,15 +180,6 @@ def test_counters_say_what_is_in_memory_and_what_is_asked_of_the_device() -> Non
     ]  # fmt: skip
     shares = counted["shares asked for"]
     assert shares[:4] == [(0.0, 0.25, 0.5), (2.0, 0.0, 0.0), (2.5, 0.25, 0.5), (3.0, 0.5, 1.0)]
-
-
-def test_ops_that_others_slow_down_say_so() -> None:
-    assert REPORT.timeline is not None
-    slices = tuple(replace(s, end_us=s.end_us + 3.0) if s.op == "d" else s for s in REPORT.timeline.slices)
-    found = checked(replace(REPORT, timeline=replace(REPORT.timeline, slices=slices)))
-    args = {event["name"]: event["args"] for event in of(found, "X")}
-    assert (args["d"]["alone_us"], args["d"]["slowdown"]) == (6.0, 1.5)
-    assert args["a"] == {"target": "aten.relu.default", "source": "", "alone_us": 2.0, "slowdown": 1.0}
 
 
 def test_hostile_names_are_data() -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import autostream
-from autostream.ir import Decision
 from autostream.reporting.report import Report
 from autostream.runtime.clock import HostClock, Times
 from benchmarks.harness.comparison import Cell, PreparedMode, compare_modes
@@ -77,15 +76,6 @@ def test_a_mode_that_fails_leaves_the_others() -> None:
     assert statuses(cells) == {"a": "ok", "b": "failed", "c": "ok"}
     assert cells["b"].dump() == {"status": "failed", "reason": "ValueError: no kernel"}
     assert len(cells["a"].call_us) == len(cells["c"].call_us) == 25
-
-
-@pytest.mark.parametrize("broken", ["call", "error"])
-def test_a_mode_may_fail_in_its_first_call_or_when_it_is_checked(broken: str) -> None:
-    class Broken(ByHand):
-        def prepare(self, mode: str) -> PreparedMode:
-            return replace(super().prepare(mode), **{broken: lambda: 1 // 0})
-
-    assert compare_modes(Broken({"a": 0.0}), ["a"])["a"].reason.startswith("ZeroDivisionError")
 
 
 def test_a_mode_that_is_wrong_is_not_timed_and_says_by_how_much() -> None:
@@ -182,13 +172,6 @@ def test_a_cell_has_what_autostream_chose() -> None:
     json.dumps(schedule)
 
 
-def test_a_cell_has_why_autostream_did_nothing() -> None:
-    decisions = [Decision("", "plain", reason) for reason in ("z", "y", "y", "x", "w")]
-    report = Report("Model", "signature", "plain", refusals=tuple(decisions))
-    schedule = compare_modes(ByHand({"a": 0.0}, reports=(report,)), ["a"])["a"].schedule
-    assert schedule == {"mode": "plain", "refusals": ["w", "x", "y"]}
-
-
 @pytest.mark.gpu
 def test_memory_is_that_of_the_mode_alone() -> None:
     """The first mode holds 64 MiB; a call of the second allocates 32 MiB for a moment."""
@@ -206,24 +189,3 @@ def test_memory_is_that_of_the_mode_alone() -> None:
         return [(cell.allocated_bytes, cell.reserved_bytes) for cell in cells.values()]
 
     assert use(["holds", "uses"]) == [(64 * 2**20, 64 * 2**20), (32 * 2**20, 32 * 2**20)]
-
-
-@pytest.mark.gpu
-def test_memory_is_that_of_a_run_like_later_ones() -> None:
-    """The first runs allocate 64 MiB, as those that warm up and record do, later ones 32; the check does not count."""
-
-    class Settling(ByHand):
-        def prepare(self, mode: str) -> PreparedMode:
-            sizes = iter([64, 64])
-
-            def take(size: int) -> None:
-                torch.empty(size * 2**20, dtype=torch.uint8, device="cuda:0")
-
-            def error() -> float:
-                take(128)
-                return 0.0
-
-            return PreparedMode(lambda: take(next(sizes, 32)), error)
-
-    cell = compare_modes(Settling({"a": 0.0}, torch.device("cuda:0"), allowed_error=-1.0), ["a"])["a"]
-    assert (cell.allocated_bytes, cell.reserved_bytes) == (32 * 2**20, 32 * 2**20)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autostream.cli.restarted import Restarted, restarted
 from autostream.errors import TargetError
 from benchmarks.harness import inference
-from benchmarks.harness.inference import Inference, Subject, device_of, subject_of
+from benchmarks.harness.inference import Inference, Subject, subject_of
 from benchmarks.harness.modes import eager
 
 
@@ -79,18 +79,6 @@ def test_a_mode_that_cheats_is_wrong(
     assert not is_right(comparison, "cheat")
 
 
-def test_a_plain_model_that_is_not_finite_lets_nothing_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Overflow(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * 60000
-
-    subject = subject_of(Overflow(), (torch.tensor([1.0, 2.0]).half(),))
-    comparison = comparison_with(monkeypatch, subject, lambda model, args: torch.zeros_like)
-    assert comparison.eager_error == float("inf")
-    assert not is_right(comparison, "eager")
-    assert not is_right(comparison, "cheat")
-
-
 class Random(nn.Module):
     """Another output each time."""
 
@@ -137,34 +125,7 @@ def test_what_can_be_checked_passes(model: nn.Module) -> None:
     Inference(subject_of(model.eval(), (torch.rand(4, 8),))).require_checkable()
 
 
-class Reporting(nn.Module):
-    """A model with a graph break, and with something of its own that is called reports."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.reports = nn.Linear(4, 4), ["the model's"]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer(x)
-        return self.layer(x) if x.sum() < 1e9 else x
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_reports_are_those_of_after_the_calls_and_not_the_models_own() -> None:
-    comparison = Inference(subject_of(Reporting().eval(), (torch.randn(2, 4),)))
-    prepared = comparison.prepare("autostream")
-    prepared.call()
-    assert [report.mode for report in prepared.reports()] == ["graph breaks"]
-    assert comparison.prepare("eager").reports() == ()
-
-
 # Subjects
-
-
-def test_a_subject_is_where_its_parameters_are_or_else_its_arguments() -> None:
-    assert device_of(subject_of(nn.Linear(1, 1, device="meta"), (torch.ones(1),))).type == "meta"
-    assert device_of(subject_of(nn.ReLU(), ([torch.ones(1, device="meta")],))).type == "meta"
-    assert device_of(subject_of(nn.ReLU(), ())).type == "cpu"
 
 
 class Forgetful(nn.Module):

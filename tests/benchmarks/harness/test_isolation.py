@@ -168,17 +168,6 @@ def test_an_interrupt_while_the_process_starts_ends_it(monkeypatch: pytest.Monke
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_whoever_interrupts_ends_the_process_too() -> None:
-    def interrupt(mode: str) -> None:
-        assert len(multiprocessing.active_children()) == 1
-        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        compare_isolated(by_hand, ["hangs"], 60.0, interrupt)
-    assert multiprocessing.active_children() == []
-
-
 # Without a process
 
 
@@ -206,8 +195,3 @@ def test_each_attempt_goes_without_the_modes_that_ended_those_before(monkeypatch
     assert asked == [["a", "b", "c", "d"], ["a", "b", "d"], ["b", "d"]]
     assert list(outcome.cells) == ["a", "b", "c", "d"]
     assert [cell.status for cell in outcome.cells.values()] == ["crashed", "ok", "timed out", "ok"]
-
-
-def test_cells_stay_when_the_contest_can_be_made_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted(monkeypatch, isolation._Attempt(None, "a", "crashed", "dead"), isolation._Attempt(None, reason="lost"))
-    assert compare_isolated(by_hand, ["a", "b"], 1.0) == Outcome({"a": Cell("crashed", "dead")}, "crashed: lost")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autostream.cli.modes import captured
 from autostream.options import KernelLevel, PolicyName
-from benchmarks.harness.modes import CPU, CUDA, make_graphed_callables
+from benchmarks.harness.modes import CPU, CUDA
 
 
 class Pair(nn.Module):
@@ -76,14 +76,6 @@ def test_a_mode_of_the_gpu_computes_what_the_model_does_and_writes_to_nothing(pa
     torch.testing.assert_close(given, inputs(0, "cuda"), rtol=0, atol=0)
     torch.testing.assert_close(list(pair.parameters()), weights, rtol=0, atol=0, check_stride=False)
     assert all(weight.requires_grad for weight in pair.parameters())
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # the helper captures a backward pass, too
-def test_the_module_that_is_graphed_is_a_copy(pair: Pair) -> None:
-    forward = pair.cuda().forward
-    assert make_graphed_callables(pair, inputs(0, "cuda")) is not pair
-    assert pair.forward == forward
 
 
 # Captured by hand

@@ -68,13 +68,6 @@ def test_a_cell_that_was_not_timed_says_why_and_has_no_numbers(rows: list[Row]) 
     }  # fmt: skip
 
 
-def test_a_row_that_failed_has_a_line(rows: list[Row]) -> None:
-    lost = parsed(cells_table(rows, "eager", "csv"))[4]
-    assert {name: value for name, value in lost.items() if value} == {
-        "workload": "lost", "remark": "crashed: exit code 1",
-    }  # fmt: skip
-
-
 # A line for each row
 
 
