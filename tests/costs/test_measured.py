@@ -442,7 +442,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if "add_" in str(func):
             self.is_cold = True
             self.now_us += 20.0 + GPU.same_stream_edge_us
-        elif "_foreach_copy_" in str(func):
+        elif "copy_" in str(func):
             self.now_us += 3.0 + GPU.same_stream_edge_us
         return func(*args, **(kwargs or {}))
 
