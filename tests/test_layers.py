@@ -169,7 +169,10 @@ ONLY_IN = [
     # reads what others may have written
     (
         r"\bjson\.loads?\(",
-        {"cli.compare", "costs.records", "runtime.measured_timeline", "store", "fusion.kernel_json"},
+        {
+            *("cli.compare", "costs.records", "runtime.measured_timeline"),
+            *("fusion.cache", "fusion.kernel_json", "tuning.choices"),
+        },
     ),
     (r"os\.(environ|getenv)", {"options"}),
 ]
