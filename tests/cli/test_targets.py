@@ -165,3 +165,13 @@ def test_the_model_is_cast_to_the_first_floating_point_input(models: Path) -> No
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.steps.dtype == torch.int64
     assert (ids.dtype, x.dtype) == (torch.int64, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "said"),
+    [("cuda", 0, "PyTorch sees 0 GPUs here"), ("cuda:0", 0, "0 GPUs here"), ("cuda:1", 1, "PyTorch sees 1 GPU here")],
+)
+def test_a_gpu_that_is_not_here_is_told(text: str, gpus: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(TargetError, match=f"^--device {text}: .*{said}; use --device cpu"):
+        parse_device(text)
