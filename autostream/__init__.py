@@ -8,6 +8,9 @@ print(autostream.explain(fast))        # what runs in parallel, how much faster 
 step = autostream.train_step(model, optimizer, loss_fn)    # forward, loss, backward, optimizer: one graph
 loss = step(x, y)
 
+@autostream.step(optimizers=[first, second])               # any other step, as you write it
+def update(batch): ...
+
 both = autostream.Parallel(left, right)                    # side by side, by hand
 
 for batch in autostream.prefetch(loader, "cuda"):          # the next ones are copied meanwhile
@@ -29,7 +32,7 @@ from autostream.frontend.buckets import Bucket
 from autostream.parallel import Parallel
 from autostream.prefetching import prefetch
 from autostream.reporting.report import Report
-from autostream.training import train_step
+from autostream.training import step, train_step
 from autostream.utils import logs
 from autostream.version import VERSION
 
@@ -52,5 +55,6 @@ __all__ = [
     "explain",
     "optimize",
     "prefetch",
+    "step",
     "train_step",
 ]

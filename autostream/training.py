@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autostream.dispatch.dispatcher import Dispatcher
+from autostream.dispatch.step_functions import StepFunction
 from autostream.dispatch.step_graphs import Done, Graphs
 from autostream.dispatch.step_replay import StepReplay, replay_of
 from autostream.dispatch.steps import Gradients, Step
@@ -28,11 +29,11 @@ from autostream.errors import TargetError
 from autostream.frontend.losses import Loss
 from autostream.frontend.model_proxy import proxy_of
 from autostream.frontend.modules import name_of
-from autostream.frontend.optimizers import has_own_zero_grad, obstacle, takes_closure
+from autostream.frontend.optimizers import TRACED, has_own_zero_grad, obstacle, takes_closure
 from autostream.frontend.parameters import leave_no_gradients, parameters_of, stateless
 from autostream.fusion.inductor import check_level, check_settings
 from autostream.ir import Decision
-from autostream.options import StepOptions, disabled
+from autostream.options import Options, StepOptions, disabled
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.runtime.input_buffers import BufferTable
@@ -127,6 +128,71 @@ def train_step(
     if chosen.scaler is not None and not chosen.scaler.is_enabled():
         chosen = replace(chosen, scaler=None)
     return TrainStep(model, optimizer, loss_fn, chosen)
+
+
+def step(*, optimizers: Sequence[Optimizer], **options: Any) -> Callable[[Callable[..., Any]], StepFunction]:
+    """Make one scheduled graph of a training step that is written out: any number of losses and optimizers.
+
+    Decorates a function that calls ``backward()`` or ``torch.autograd.grad``, ``optimizer.step()`` and
+    ``zero_grad()`` as often as it likes, and may clip gradients, follow averages, and use random numbers. The graph
+    computes the same; what is independent, such as the forward of one loss and the backward of another, runs
+    concurrently, and each weight is updated as soon as its gradient is computed.
+
+    The function's Python is captured and guarded by TorchDynamo, as by ``torch.compile``. Tensors that change in every
+    step are arguments; modules, other tensors and numbers that it reads are constants of the graph, which is compiled
+    again if one of them changes. Weights, targets and optimizer states are updated in place, so ``state_dict``,
+    ``load_state_dict`` and learning-rate schedulers can be used between steps. Results are detached. A graph leaves no
+    gradients in ``parameter.grad``; a function whose gradients add up from one call to the next runs eagerly.
+
+    A step in which an optimizer may create state, such as the first, runs eagerly, and so does one that cannot be
+    captured; :func:`autostream.explain` gives the reason and the line.
+
+    Args:
+        optimizers: those that the function steps: SGD, Adam, AdamW, RMSprop or Adagrad of ``torch.optim``.
+        **options: those of :class:`~autostream.options.Options`.
+
+    Raises:
+        OptionError: an option is unknown or has a value that is not allowed.
+        TargetError: there is no optimizer, or one of another class.
+
+    Example:
+        >>> def trained(weight):
+        ...     sgd = torch.optim.SGD([weight], lr=0.125)
+        ...
+        ...     @step(optimizers=[sgd])
+        ...     def update(x):
+        ...         sgd.zero_grad()
+        ...         loss = (weight * x).sum()
+        ...         loss.backward()
+        ...         sgd.step()
+        ...         return loss
+        ...
+        ...     return update
+        >>> update = trained(nn.Parameter(torch.ones(4)))
+        >>> [update(torch.ones(4)).item() for _ in range(3)]
+        [4.0, 3.5, 3.0]
+    """
+    if not isinstance(optimizers, list | tuple) or not optimizers:
+        raise TargetError("step takes a list of optimizers: @autostream.step(optimizers=[optimizer])")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise TargetError(f"step takes optimizers of torch.optim, not {optimizer!r}")
+        if type(optimizer) not in TRACED:
+            names = ", ".join(kind.__name__ for kind in TRACED)
+            raise TargetError(
+                f"step takes {names}, not {type(optimizer).__name__}, whose update cannot be part of a graph: use "
+                "train_step, after whose graph it runs eagerly, or optimize the models that the function calls"
+            )
+    chosen = Options.parse(options)
+    check_settings(chosen.inductor_options)
+    check_level(chosen.kernels)
+
+    def decorate(function: Callable[..., Any]) -> StepFunction:
+        if not callable(function):
+            raise TargetError(f"step decorates a function, not {function!r}")
+        return StepFunction(function, optimizers, chosen)
+
+    return decorate
 
 
 def _eager_optimizer_reason(optimizer: Optimizer, options: StepOptions) -> str:

@@ -119,6 +119,8 @@ ONLY_IN = [
             "runtime.cutting",
             "runtime.lower",
             "frontend.aten",
+            "frontend.attention_masks",
+            "frontend.step_functions",
             "frontend.steps",
             "dispatch.children",
             "fusion.inductor",

@@ -27,7 +27,7 @@ from autostream.analysis.source import user_line
 from autostream.errors import FastPathError, TraceError, first_line
 from autostream.frontend.attention_masks import simplify_masks
 from autostream.frontend.dynamo import compiling, errors_not_logged, timed
-from autostream.frontend.guards import Guards, guard_identities, guards_of, source_name
+from autostream.frontend.guards import Guards, drop_guards, guard_identities, guards_of, source_name
 
 Arguments = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A call: the callable, its positional arguments and its keyword arguments."""
@@ -69,6 +69,7 @@ class Capture:
         restore: see :meth:`restored`.
         stores: the constants that a call assigns to attributes of Python objects.
         effects: whether a call has side effects on Python objects beyond ``stores``.
+        leaves_gradients: whether it sets the ``.grad`` of a tensor.
     """
 
     module: fx.GraphModule
@@ -78,6 +79,7 @@ class Capture:
     restore: Callable[[Callable[..., Any]], Callable[..., Any]]
     stores: tuple[Store, ...] = ()
     effects: bool = False
+    leaves_gradients: bool = False
 
     def graph_inputs(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The tensors that Dynamo's bytecode passes to the graph in a call. The graph does not run."""
@@ -108,13 +110,20 @@ def _raise_inputs(*values: Any) -> Sequence[Any]:
     raise _GraphInputs(values)
 
 
-def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture | None:
+def capture(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    unguarded: Callable[[object, str], bool] | None = None,
+) -> Capture | None:
     """Trace a call, in the modes that are set now. Nothing is computed, and Python's state does not change.
 
     Args:
         model: any callable.
         args: its positional arguments.
         kwargs: its keyword arguments.
+        unguarded: of an object and the name of an attribute of it, whether what Dynamo guards there does not count: the
+            caller has put it there for the time of the capture.
 
     Returns:
         ``None`` for a call that computes nothing with tensors.
@@ -131,7 +140,7 @@ def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         >>> captured.guards(torch.nn.Linear(2, 3), (torch.ones(1, 2),), {})
         False
     """
-    graphs: list[tuple[fx.GraphModule, Sequence[Any], tuple[Store, ...], bool]] = []
+    graphs: list[tuple[fx.GraphModule, Sequence[Any], tuple[Store, ...], bool, bool]] = []
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
         graphs.append((module, example_inputs, *_side_effects()))
@@ -153,9 +162,9 @@ def capture(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
                 raise FastPathError("it draws random numbers from a generator of Python's")
             if not graphs:
                 return None
-            ((module, example_inputs, stores, effects),) = graphs
-            captured = _capture_of(output, function.__code__, scope, module, example_inputs)
-            return replace(captured, stores=stores, effects=effects)
+            ((module, example_inputs, stores, effects, leaves_gradients),) = graphs
+            captured = _capture_of(output, function.__code__, scope, module, example_inputs, unguarded)
+            return replace(captured, stores=stores, effects=effects, leaves_gradients=leaves_gradients)
     except (ImportError, AttributeError) as error:  # PyTorch lacks a private interface
         raise TraceError(first_line(error)) from error
 
@@ -183,8 +192,11 @@ def _capture_of(
     scope: dict[str, Any],
     module: fx.GraphModule,
     example_inputs: Sequence[Any],
+    unguarded: Callable[[object, str], bool] | None,
 ) -> Capture:
     graph_output = output.graph_capture_output()
+    if unguarded is not None:
+        drop_guards(graph_output, scope, unguarded)
     placeholders = module.graph.find_nodes(op="placeholder")
     sources = [getattr(node, "_dynamo_source", None) for node in placeholders]
     if None in sources:
@@ -217,11 +229,12 @@ def _root(source: Any) -> str:
     return str(getattr(source, "local_name", ""))
 
 
-def _side_effects() -> tuple[tuple[Store, ...], bool]:
+def _side_effects() -> tuple[tuple[Store, ...], bool, bool]:
     """The side effects of the current trace on Python objects that existed before it.
 
     Returns:
-        The constants that it assigns to attributes; and whether there are other side effects.
+        The constants that it assigns to attributes; whether there are other side effects; and whether it sets the
+        gradient of a tensor.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
@@ -234,13 +247,15 @@ def _side_effects() -> tuple[tuple[Store, ...], bool]:
         if effects.is_modified(item) and not isinstance(item.mutation_type, AttributeMutationNew | ValueMutationNew)
     ]
     stores: list[Store] = []
+    gradients = [effects.store_attr_mutations.get(item, {}).get("grad") for item in changed]
+    leaves_gradients = any(value is not None and _constants({"grad": value}) is None for value in gradients)
     for item in changed:
         owner, attributes = vars(item).get("value"), effects.store_attr_mutations.get(item)
         constants = None if attributes is None else _constants(attributes)
         if constants is None or owner is None or isinstance(owner, list | dict | set | tuple):
-            return (), True
+            return (), True, leaves_gradients
         stores += [(owner, name, value) for name, value in constants.items()]
-    return tuple(stores), bool(effects.tensor_hooks or effects.save_for_backward)
+    return tuple(stores), bool(effects.tensor_hooks or effects.save_for_backward), leaves_gradients
 
 
 def _constants(attributes: Mapping[str, Any]) -> dict[str, Any] | None:

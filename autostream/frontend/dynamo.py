@@ -44,7 +44,21 @@ def compiling(**settings: Any) -> Iterator[None]:
         stack.enter_context(configured(**settings))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"torch\.")  # what Dynamo refuses is reported with its reason
+        _reset_constants()
         yield
+
+
+def _reset_constants() -> None:
+    """Forget from where Dynamo read ``None``, ``True`` and ``False`` in an earlier trace.
+
+    In torch 2.13 all traces share one variable for each. One that is read as ``tensor.grad`` or
+    ``tensor.requires_grad`` gets that source for good, and the bytecode of later traces loads the constant from there.
+    """
+    from torch._dynamo.variables import constant
+
+    for name in ("CONSTANT_VARIABLE_NONE", "CONSTANT_VARIABLE_TRUE", "CONSTANT_VARIABLE_FALSE"):
+        if (shared := getattr(constant, name, None)) is not None:
+            shared.source = None
 
 
 def configured(**settings: Any) -> AbstractContextManager[Any]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -159,6 +160,38 @@ def guard_identities(graph_output: Any, sources: Sequence[Any]) -> None:
     guards = graph_output.output_graph.guards
     for source in sources:
         guards.add(source.make_guard(identity))
+
+
+def drop_guards(graph_output: Any, scope: dict[str, Any], unguarded: Callable[[object, str], bool]) -> None:
+    """Drop the guards of attributes, and of all that is reached through them.
+
+    Args:
+        graph_output: Dynamo's ``GraphCaptureOutput``.
+        scope: the locals of what was traced.
+        unguarded: of an object and the name of an attribute of it, whether it is such an attribute.
+    """
+    guards = graph_output.output_graph.guards
+    names = {"L": scope, "G": graph_output.f_globals}
+
+    def is_unguarded(source: Any) -> bool:
+        while (base := getattr(source, "base", None)) is not None:
+            member = getattr(source, "member", None) or getattr(source, "index", None)
+            if isinstance(member, str) and unguarded(_value_of(base, names), member):
+                return True
+            source = base
+        return False
+
+    for guard in [*guards.inner]:
+        if is_unguarded(guard.originating_source):
+            guards.inner.discard(guard)
+
+
+def _value_of(source: Any, names: dict[str, Any]) -> object:
+    try:
+        value: object = source.get_value(names, {}, WeakKeyDictionary())
+    except Exception:  # some sources stand for nothing that can be looked up
+        return None
+    return value
 
 
 def _drop_weak_references(guards: Any) -> None:

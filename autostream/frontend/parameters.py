@@ -136,6 +136,16 @@ def leave_no_gradients(parameters: Sequence[Tensor]) -> None:
         clear_gradients(parameters)
 
 
+def have_no_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Whether the gradients of all parameters are ``None``.
+
+    Example:
+        >>> have_no_gradients([torch.ones(2)])
+        True
+    """
+    return all(gradient is None for gradient in map(_GRADIENT, parameters))
+
+
 _GRADIENT = operator.attrgetter("grad")
 
 

@@ -10,7 +10,7 @@ the backward ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -160,10 +160,10 @@ def trace_step(step: Step, tensors: Tensors, modules: nn.Module) -> Traced:
     inputs: list[GraphInput] = [(*names[at], flat[at]) for at in taken]
     run = _Run(step, tensors, [indices[at] for at in first], recomputes=True)
     try:
-        graph = _graph(run, inputs)
+        graph = traced_below_autograd(run, inputs)
     except _RandomRecomputation:
         run = _Run(step, tensors, [indices[at] for at in first], recomputes=False)
-        graph = _graph(run, inputs)
+        graph = traced_below_autograd(run, inputs)
     program, constants = as_program(graph, inputs)
     positions = {names[at]: at for at in taken}
     sources: list[int | Tensor] = []
@@ -192,7 +192,8 @@ def _names(step: Step, tensors: Tensors, modules: nn.Module) -> list[tuple[Role,
     ]
 
 
-def _graph(run: _Run, inputs: Sequence[GraphInput]) -> fx.GraphModule:
+def traced_below_autograd(run: Callable[..., list[Tensor]], inputs: Sequence[GraphInput]) -> fx.GraphModule:
+    """The graph of the ops that a function with backwards in it dispatches, called with fake tensors like these."""
     # A tracer records the ops of its own thread only, so the backward has to run in it.
     with torch.no_grad(), hooks_set_aside(), torch.autograd.set_multithreading_enabled(False):
         graph = traced_on_fakes(run, [tensor for *_, tensor in inputs], {**SPLIT_CONVOLUTIONS, **split_lists()})
@@ -245,7 +246,7 @@ class _Run:
         step = self._step
         gradients: list[Tensor | None] = [None] * len(trained)
         losses = []
-        interpreter = _Interpreter(step.captured.module, self._recomputes)
+        interpreter = Interpreter(step.captured.module, self._recomputes)
         with torch.autograd.set_detect_anomaly(True, check_nan=False):  # records the user's lines
             for part in split(fakes.batch, step.divided, step.parts):
                 held = iter(fakes.held)
@@ -258,7 +259,7 @@ class _Run:
                 losses.append(loss.detach())
                 if not scaled.requires_grad:
                     raise TraceError("the loss of loss_fn depends on no parameter that requires gradients")
-                _keep_lines(scaled)
+                keep_lines(scaled)
                 gradients = list(map(_sum, gradients, torch.autograd.grad(scaled, trained, allow_unused=True)))
                 if interpreter.recomputes_random:
                     raise _RandomRecomputation
@@ -284,7 +285,7 @@ def _sum(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:
     return earlier + later
 
 
-def _keep_lines(loss: Tensor) -> None:
+def keep_lines(loss: Tensor) -> None:
     """Let the ops of a backward have the user's source lines of the forward ops that they belong to.
 
     Args:
@@ -304,7 +305,7 @@ class _RandomRecomputation(AutostreamError):  # noqa: N818 - control flow within
     """A checkpointed part has random ops, which would give other numbers when they are recomputed."""
 
 
-class _Interpreter(fx.Interpreter):
+class Interpreter(fx.Interpreter):
     """Runs a captured graph; its activation checkpoints are run as checkpoints, and so recomputed in the backward.
 
     Attributes:

@@ -178,3 +178,23 @@ def test_inputs_of_a_wrong_shape_raise_the_models_own_error_and_log_nothing(capl
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), torch.no_grad():
         autostream.optimize(nn.Linear(3, 4))(torch.ones(2, 5))
     assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_constant_is_not_loaded_from_where_an_earlier_trace_read_it() -> None:
+    """In torch 2.13 a ``None`` that was read as ``weight.grad`` was loaded from there by all later graphs."""
+    weight, owner = nn.Parameter(torch.ones(2)), nn.Module()
+
+    def reads(x: Tensor) -> Tensor:
+        return x + 1 if weight.grad is None and weight.requires_grad else x
+
+    def assigns(x: Tensor) -> Tensor:
+        owner.nothing, owner.flag = None, True
+        return x + 1
+
+    x = torch.ones(2)
+    capture(reads, (x,), {})
+    captured = capture(assigns, (x,), {})
+    weight.grad = torch.ones(2)
+    weight.requires_grad_(False)
+    captured.restored(lambda *_: [x])(assigns, (x,), {})
+    assert (owner.nothing, owner.flag) == (None, True)

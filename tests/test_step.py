@@ -1,0 +1,376 @@
+"""Training steps as users write them: any losses, optimizers and averages, in one graph that computes the same."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import autostream
+from autostream import OptionError, TargetError, TraceError
+
+Update = Callable[..., Any]
+Made = tuple[Update, Sequence[Optimizer], nn.Module]
+"""A step function, its optimizers, and all modules."""
+
+
+def layers(*widths: int) -> nn.Sequential:
+    parts = [part for pair in pairwise(widths) for part in (nn.Linear(*pair), nn.Tanh())]
+    return nn.Sequential(*parts[:-1]).double()
+
+
+def sac() -> Made:
+    """Twin critics with target networks, an actor that samples, and a temperature: three optimizers."""
+    actor, critics = layers(3, 8, 4), nn.ModuleList([layers(5, 8, 1), layers(5, 8, 1)])
+    targets = copy.deepcopy(critics).requires_grad_(False)
+    log_temperature = nn.Parameter(torch.zeros((), dtype=torch.double))
+    critic_adam = torch.optim.Adam(critics.parameters(), lr=1e-2)
+    actor_adam = torch.optim.AdamW(actor.parameters(), lr=1e-2)
+    temperature_adam = torch.optim.Adam([log_temperature], lr=1e-2)
+
+    def sample(state: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_deviation = actor(state).chunk(2, dim=-1)
+        policy = torch.distributions.Normal(mean, log_deviation.exp(), validate_args=False)
+        action = policy.rsample()
+        return action.tanh(), policy.log_prob(action).sum(-1, keepdim=True)
+
+    def values(models: nn.ModuleList, state: Tensor, action: Tensor) -> list[Tensor]:
+        return [model(torch.cat([state, action], -1)) for model in models]
+
+    def update(state: Tensor, action: Tensor, reward: Tensor, following: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            next_action, next_likelihood = sample(following)
+            worst = torch.min(*values(targets, following, next_action))
+            goal = reward + 0.99 * (worst - log_temperature.exp() * next_likelihood)
+        critic_loss = sum(F.mse_loss(value, goal) for value in values(critics, state, action))
+        critic_adam.zero_grad()
+        critic_loss.backward()
+        critic_adam.step()
+
+        new_action, likelihood = sample(state)
+        actor_loss = (
+            log_temperature.exp().detach() * likelihood - torch.min(*values(critics, state, new_action))
+        ).mean()
+        actor_adam.zero_grad()
+        actor_loss.backward()
+        actor_adam.step()
+
+        temperature_loss = -(log_temperature * (likelihood.detach() - 2)).mean()
+        temperature_adam.zero_grad()
+        temperature_loss.backward()
+        temperature_adam.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(list(targets.parameters()), list(critics.parameters()), 0.005)
+        return {"critic": critic_loss, "actor": actor_loss, "temperature": temperature_loss}
+
+    whole = nn.ModuleList([actor, critics, targets])
+    whole.log_temperature = log_temperature
+    return update, (critic_adam, actor_adam, temperature_adam), whole
+
+
+def gan() -> Made:
+    """Two models that train in turn, the one against the other, with dropout in one of them."""
+    generator, critic = layers(2, 8, 3), nn.Sequential(layers(3, 8), nn.Dropout(0.2), layers(8, 1))
+    generator_optimizer = torch.optim.RMSprop(generator.parameters(), lr=1e-2)
+    critic_optimizer = torch.optim.SGD(critic.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
+
+    def update(real: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        fake = generator(torch.randn(len(real), 2, dtype=torch.double))
+        critic_loss = F.softplus(-critic(real)).mean() + F.softplus(critic(fake.detach())).mean()
+        critic_loss.backward()
+        critic_optimizer.step()
+        critic_optimizer.zero_grad()
+        generator_loss = F.softplus(-critic(fake)).mean()
+        generator_loss.backward()
+        nn.utils.clip_grad_value_(generator.parameters(), 0.1)
+        generator_optimizer.step()
+        generator_optimizer.zero_grad()
+        critic_optimizer.zero_grad()
+        return critic_loss, generator_loss
+
+    return update, (generator_optimizer, critic_optimizer), nn.ModuleList([generator, critic])
+
+
+def accumulated() -> Made:
+    """Three parts of a batch whose gradients add up, batch statistics, and an average of the weights."""
+    model = nn.Sequential(layers(3, 8), nn.BatchNorm1d(8).double(), nn.Linear(8, 2).double())
+    model[2].bias.requires_grad_(False)
+    average = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-1)
+
+    def update(x: Tensor, *_: Tensor) -> list[Tensor]:
+        losses = []
+        for part in x.chunk(3):
+            loss = model(part).square().mean() / 3
+            loss.backward()
+            losses.append(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for kept, now in zip(average.parameters(), model.parameters(), strict=True):
+                kept.lerp_(now, 0.1)
+        return losses
+
+    return update, (optimizer,), nn.ModuleList([model, average])
+
+
+def written_with_grad() -> Made:
+    """Gradients by ``torch.autograd.grad``, given to the optimizer by hand; a penalty on the gradient of an input."""
+    model = layers(3, 8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def update(x: Tensor, *_: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        for parameter, gradient in zip(
+            model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+        ):
+            parameter.grad = gradient
+        optimizer.step()
+        return loss
+
+    return update, (optimizer,), model
+
+
+STEPS = {make.__name__: make for make in (sac, gan, accumulated, written_with_grad)}
+
+
+def state_after(
+    make: Callable[[], Made], wrap: Callable[[Update, Sequence[Optimizer]], Update], steps: int
+) -> list[Tensor]:
+    """Results of some steps, then weights, buffers, optimizer states and the state of the random generator."""
+    torch.manual_seed(0)
+    update, optimizers, modules = make()
+    step = wrap(update, optimizers)
+    torch.manual_seed(1)
+    results: list[Tensor] = []
+    for at in range(steps):
+        batch = [torch.randn(6, wide, dtype=torch.double) for wide in (3, 2, 1, 3)]
+        results += [result.detach() for result in torch.utils._pytree.tree_leaves(step(*batch))]
+        if at == steps // 2:
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] /= 2
+    states = [value for each in optimizers for state in each.state.values() for value in state.values()]
+    tensors = [*results, *modules.parameters(), *modules.buffers(), *filter(torch.is_tensor, states)]
+    return [*(tensor.detach().double() for tensor in tensors), torch.get_rng_state().double()]
+
+
+@pytest.mark.parametrize("make", STEPS.values(), ids=STEPS)
+def test_twenty_steps_are_the_eager_ones(make: Callable[[], Made]) -> None:
+    steps: list[Any] = []
+
+    def scheduled(update: Update, optimizers: Sequence[Optimizer]) -> Update:
+        steps.append(
+            autostream.step(optimizers=optimizers, kernels="eager", policy="critical_path", strict=True)(update)
+        )
+        return steps[0]
+
+    for eager, ours in zip(
+        state_after(make, lambda update, _: update, 20), state_after(make, scheduled, 20), strict=True
+    ):
+        torch.testing.assert_close(ours, eager, rtol=0, atol=1e-10)
+    (report,) = steps[0].reports
+    assert report.graph is not None
+    assert report.model == f"{make.__name__}.<locals>.update"
+
+
+def small(**options: Any) -> tuple[Any, nn.Linear, Optimizer]:
+    """A step of one layer, which has run once, eagerly, to make the optimizer's state."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    @autostream.step(optimizers=[optimizer], **options)
+    def update(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    update(torch.ones(2, 3))
+    return update, model, optimizer
+
+
+def test_a_graph_leaves_no_gradients_and_results_are_detached() -> None:
+    update, model, _ = small(strict=True)
+    for _ in range(2):
+        assert not update(torch.ones(2, 3)).requires_grad
+        assert model.weight.grad is None
+
+
+def test_gradients_that_go_from_call_to_call_keep_the_step_eager() -> None:
+    """Without a ``zero_grad`` each step adds to the gradients of the one before."""
+
+    def make() -> tuple[nn.Linear, Optimizer, Update]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def update(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return model, optimizer, update
+
+    (model, optimizer, update), (other, _, eager) = make(), make()
+    step = autostream.step(optimizers=[optimizer])(update)
+    for _ in range(4):
+        torch.testing.assert_close(step(torch.ones(2, 3)), eager(torch.ones(2, 3)).detach())
+        torch.testing.assert_close(model.weight.grad, other.weight.grad)
+    (report,) = step.reports
+    assert "call zero_grad() before each backward" in report.refusals[0].reason
+
+
+def test_a_gradient_that_the_user_left_counts_as_in_the_eager_step() -> None:
+    (ours, model, _), (eager, other, _) = small(), small()
+    for at in range(4):
+        if at == 2:
+            model.weight.grad, other.weight.grad = torch.ones(1, 3), torch.ones(1, 3)
+        torch.testing.assert_close(ours(torch.ones(2, 3)), eager.__wrapped__(torch.ones(2, 3)).detach())
+    torch.testing.assert_close(model.weight, other.weight)
+
+
+def test_each_shape_has_a_graph_and_explain_tells_of_them() -> None:
+    update, *_ = small()
+    for rows in (2, 4, 2, 4):
+        update(torch.ones(rows, 3))
+    assert [report.signature for report in update.reports] == ["4x3:float32 on cpu", "2x3:float32 on cpu"]
+    assert "measured" in autostream.explain(update)
+    assert repr(update) == "StepFunction(small.<locals>.update)"
+
+
+def test_state_may_be_loaded_and_weights_frozen_between_steps() -> None:
+    (ours, model, optimizer), (eager, other, other_optimizer) = small(), small()
+    eager = eager.__wrapped__
+    other.load_state_dict(model.state_dict())
+    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for at in range(6):
+        x = torch.randn(2, 3)
+        torch.testing.assert_close(ours(x), eager(x).detach())
+        if at == 2:
+            for module, adam in ((model, optimizer), (other, other_optimizer)):
+                module.load_state_dict(saved[0])
+                adam.load_state_dict(copy.deepcopy(saved[1]))
+        if at == 4:
+            model.bias.requires_grad_(False)
+            other.bias.requires_grad_(False)
+    torch.testing.assert_close([*model.parameters()], [*other.parameters()])
+
+
+def test_what_python_reads_is_guarded() -> None:
+    """A number that a closure holds, a flag that is an argument: each value has a graph of its own."""
+    model, scale = nn.Linear(3, 1), [1.0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    @autostream.step(optimizers=[optimizer])
+    def update(x: Tensor, flag: bool) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).sum() * scale[0] * (2 if flag else 1)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    x = torch.ones(2, 3)
+    update(x, False)
+    first = update(x, False)
+    for number, flag in ((1.0, True), (3.0, False), (3.0, True), (1.0, False)):
+        scale[0] = number
+        torch.testing.assert_close(update(x, flag), first * number * (2 if flag else 1))
+    assert len(update.reports) == 4
+
+
+def test_a_method_is_bound_to_its_object() -> None:
+    optimizers: list[Optimizer] = []
+    weight = nn.Parameter(torch.ones(2))
+    optimizers.append(torch.optim.SGD([weight], lr=0.5))
+
+    class Trainer:
+        @autostream.step(optimizers=optimizers)
+        def update(self, x: Tensor) -> Tensor:
+            optimizers[0].zero_grad()
+            loss = (weight * x).sum()
+            loss.backward()
+            optimizers[0].step()
+            return loss
+
+    trainer = Trainer()
+    assert [trainer.update(torch.ones(2)).item() for _ in range(3)] == [2.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("how", ["branch", "print", "unknown optimizer"])
+def test_what_no_graph_does_runs_as_written_with_the_reason(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(3, 1)
+    optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+
+    def update(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        if how == "branch" and loss > 0:
+            optimizer.step()
+        if how == "print":
+            print(loss.item())
+        if how == "unknown optimizer":
+            other.step()
+        return loss
+
+    step = autostream.step(optimizers=[optimizer])(update)
+    reference = copy.deepcopy(model)
+    x = torch.ones(2, 3)
+    with caplog.at_level(logging.WARNING, "autostream"):
+        results = [step(x) for _ in range(2)]
+    torch.testing.assert_close(results[0], reference(x).square().mean().detach())
+    (report,) = step.reports
+    assert (report.mode, len(report.refusals)) == ("plain", 1)
+    assert "test_step.py" in report.refusals[0].reason
+    assert len([record for record in caplog.records if record.name.startswith("autostream")]) == 1
+    strict = autostream.step(optimizers=[optimizer], strict=True)(update)
+    strict(x)
+    with pytest.raises(TraceError):
+        strict(x)
+
+
+def test_an_error_of_the_step_is_the_users_and_leaves_its_optimizer_as_it_was() -> None:
+    update, model, optimizer = small()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        update(torch.ones(2, 5))
+    assert "step" not in vars(optimizer)
+    assert "zero_grad" not in vars(optimizer)
+    update(torch.ones(2, 3))
+    assert model.weight.grad is None
+
+
+def test_bad_arguments_are_refused_by_name() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    sgd = torch.optim.SGD([weight], lr=0.1)
+    with pytest.raises(TargetError, match="a list of optimizers"):
+        autostream.step(optimizers=sgd)
+    with pytest.raises(TargetError, match="a list of optimizers"):
+        autostream.step(optimizers=[])
+    with pytest.raises(TargetError, match=r"optimizers of torch\.optim, not 3"):
+        autostream.step(optimizers=[3])
+    with pytest.raises(TargetError, match="not LBFGS"):
+        autostream.step(optimizers=[torch.optim.LBFGS([weight])])
+    with pytest.raises(OptionError, match="there is no option 'stream'"):
+        autostream.step(optimizers=[sgd], stream=2)
+    with pytest.raises(TargetError, match="decorates a function"):
+        autostream.step(optimizers=[sgd])(3)
+
+
+def test_disabled_it_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
+    update, *_ = small()
+    update(torch.ones(2, 3))
+    assert update.reports == ()
+    assert "AUTOSTREAM_DISABLE" in autostream.explain(update)
