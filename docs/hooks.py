@@ -29,11 +29,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links out of docs/ to where the site has their targets."""
-    return re.sub(r"\]\(\.\./(benchmarks/results/|ARCHITECTURE|CHANGELOG|CONTRIBUTING)", r"](\1", markdown)
+    inside = re.sub(r"\]\(\.\./(benchmarks/results/|ARCHITECTURE|CHANGELOG|CONTRIBUTING)", r"](\1", markdown)
+    return _without_sources(inside)
 
 
 def _of_the_site(markdown: str) -> str:
     """The text of a file at the root of the repository, with links as the site has them."""
-    without_docs = re.sub(r"\]\(docs/", "](", markdown)
-    # source files are no pages
-    return re.sub(r"\[([^\]]*)\]\((?:benchmarks|autostream|examples)/[^)]*\.py\)", r"\1", without_docs)
+    return _without_sources(re.sub(r"\]\(docs/", "](", markdown))
+
+
+def _without_sources(markdown: str) -> str:
+    """Text without links to source files, which are no pages."""
+    return re.sub(r"\[([^\]]*)\]\((?:\.\./)?(?:benchmarks|autostream|examples)/[^)]*\.py\)", r"\1", markdown)

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -53,7 +54,9 @@ def test_other_code_runs() -> None:
     import_without_compiled_ops("torchvision")  # which transformers imports
     model, batches = nn.Linear(8, 4), [(torch.ones(2, 8), torch.zeros(2, dtype=torch.long))] * 2
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    given: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "autostream": autostream}
+    sys.modules["pages"] = module = ModuleType("pages")  # TorchDynamo looks globals up there
+    given: dict[str, Any] = vars(module)
+    given |= {"torch": torch, "nn": nn, "F": F, "autostream": autostream}
     given |= {"model": model.eval(), "loader": batches}
     given |= {name: nn.Linear(8, 8) for name in ("block1", "block2", "head")}
     given |= {"x": torch.ones(1, 8), "optimizer": optimizer, "tagger": lambda tokens, mask: tokens * mask}
@@ -62,6 +65,7 @@ def test_other_code_runs() -> None:
     assert len(found) >= 2
     for block in found:
         exec(block.replace('"cuda"', '"cpu"'), given)
+    del sys.modules["pages"]
     assert isinstance(given["fast"], autostream.OptimizedModule)
     assert given["loss"].isfinite()
 
