@@ -10,7 +10,8 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 RUN = """
 import sys, torch
-for path in sys.argv[1:]:
+paths, sys.argv = sys.argv[1:], ["example"]
+for path in paths:
     print("EXAMPLE", flush=True)
     torch._dynamo.reset()
     exec(compile(open(path).read(), path, "exec"))

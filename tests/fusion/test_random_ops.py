@@ -75,3 +75,29 @@ def test_decompositions_that_would_change_random_numbers_are_refused() -> None:
     assert table[aten.sin.default] is torch.cos
     with pytest.raises(FusionError, match=r"other random numbers for aten\.rand_like\.default"):
         table[aten.rand_like.default](X.t())
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        torch.ones(4, 6).chunk(2, -1)[0],
+        torch.ones(4, 6).t(),
+        torch.ones(4, 6).t()[:, ::2],
+        torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)[:, :, 1:],
+        torch.ones(4, 1).expand(4, 3),
+        torch.ones(3, 1).t().expand(4, 3),
+        torch.ones(1, 5, 1).transpose(0, 2),
+        torch.ones(0, 3).t(),
+        torch.ones(()),
+    ],
+    ids=lambda like: f"{tuple(like.shape)} {like.stride()}",
+)
+def test_ops_like_a_tensor_are_fused_if_the_result_is_contiguous(like: torch.Tensor) -> None:
+    """A slice is not contiguous, but ``randn_like`` of it is: elements are filled in the same order when fused."""
+    decompose = random_decompositions({aten.randn_like.default: lambda like: "fused"})[aten.randn_like.default]
+    if torch.randn_like(like).is_contiguous():
+        assert decompose(like) == "fused"
+    else:
+        with pytest.raises(FusionError):
+            decompose(like)

@@ -173,7 +173,7 @@ def test_a_slow_device_is_no_time_of_the_host() -> None:
     # Other tests may use the same host and GPU meanwhile: the quickest of each is the one least delayed by them.
     assert min(times.host_us) < 200 < min(times.device_us)
     assert min(times.latency_us) > 200
-    assert min(times.call_us) == pytest.approx(min(times.device_us), rel=0.5)
+    assert min(times.call_us) > 0.5 * min(times.device_us)
     # It is one number of three calls, which the turns of others on the GPU can only lengthen.
     assert min(device_clock.once_us(call) for _ in range(3)) > 0.5 * min(times.call_us)
 
