@@ -1,10 +1,12 @@
-"""``train_step``: a whole training step, forward to ``zero_grad``, as one scheduled graph.
+"""``train_step``: a whole training step, forward to ``zero_grad``, as one scheduled graph; ``step``: any other one.
 
-call ──▶ like the last one? ──▶ StepReplay (fast path)
+    call ──▶ like the last one? ──▶ StepReplay (fast path)
               │ no
               ├─▶ does the optimizer create state in this step? ──▶ eager step; the next one is captured
               └─▶ Graphs of the whole step ──▶ Graphs of forward and backward ──▶ eager step
                          refused ──┘                   refused ──┘
+
+A function that ``step`` decorates is captured whole, or runs as it is written (``dispatch/step_functions.py``).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from autostream.cli.command import Parser, add
 from autostream.cli.program import COMMANDS
 from autostream.cli.zoo import import_without_compiled_ops
 from autostream.ir import Limit
-from autostream.scheduling.losses import Cause
+from autostream.scheduling.lost_time import Cause
 from tests.reporting.reports import REPORT
 
 ROOT = Path(autostream.__file__).parent.parent

@@ -25,7 +25,7 @@ from autostream.cli.targets import parse_device, parse_input, prepare
 from autostream.cli.terminal import dumped, require_writable, show, status
 from autostream.errors import AutostreamError, OptionError, TargetError, first_line
 from autostream.pipeline import versions
-from autostream.reporting.layout import table
+from autostream.reporting.tables import table
 from autostream.runtime.clock import clock_of, interleaved
 
 Cells = dict[str, dict[str, Any]]

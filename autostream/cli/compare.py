@@ -14,7 +14,7 @@ from autostream.cli.command import Command, argument
 from autostream.cli.shared import JSON, OUT
 from autostream.cli.terminal import dumped, show
 from autostream.errors import TargetError, first_line
-from autostream.reporting.layout import table
+from autostream.reporting.tables import table
 
 
 def _compare(arguments: argparse.Namespace) -> int:

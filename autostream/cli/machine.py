@@ -25,7 +25,7 @@ from autostream.errors import TargetError, first_line
 from autostream.options import cache_folder, environment
 from autostream.pipeline import versions
 from autostream.reporting import text
-from autostream.reporting.layout import count, line, pairs, size
+from autostream.reporting.tables import count, line, pairs, size
 
 _PACKAGES = ("triton", "torchvision", "timm", "transformers", "networkx", "tabulate", "filelock")
 """Required and optional dependencies."""
@@ -59,9 +59,38 @@ def _env(arguments: argparse.Namespace) -> int:
     facts = dict(_facts())
     if arguments.form == "json":
         show(json.dumps(facts, indent=1), arguments.out)
+    elif arguments.form == "bug report":
+        show(bug_report("\n".join(f"{key:11} {each}" for key, each in _lines(facts))), arguments.out)
     else:
         show(pairs((key, line(f"{each}")) for key, each in _lines(facts)), arguments.out, report=True)
     return 0
+
+
+def bug_report(environment: str) -> str:
+    """A report of a fault, to be filled in, in Markdown; the project's issue template is one without an environment."""
+    return f"""**What happens, and what should**
+
+**A script that shows it** (random weights will do)
+
+```python
+import autostream
+```
+
+**Where it goes away**: with `AUTOSTREAM_DISABLE=1`? With `kernels="eager"`? With `policy="sequential"`?
+
+**What `AUTOSTREAM_VERIFY=paranoid` says**, if results differ
+
+**`print(autostream.explain(fast))`**
+
+```text
+```
+
+**`autostream env`** (`autostream env --bug-report` fills it in)
+
+```text
+{environment}
+```
+"""
 
 
 def _facts() -> Iterator[tuple[str, object]]:
@@ -126,13 +155,21 @@ plan for it: autostream schedule TARGET --device FILE.json
     _profile,
 )
 
+_BUG_REPORT = argument(
+    "--bug-report",
+    dest="form",
+    action="store_const",
+    const="bug report",
+    help="a report of a fault with all of that in it, to be filled in, in Markdown",
+)
+
 ENV = Command(
     "env",
     "say what is installed and set, for a report of a fault",
     """Say which versions, devices and settings there are here that a result depends on: what a report of a fault needs.
 Of the environment, only variables of PyTorch, CUDA, OpenMP and autostream are shown.
 """,
-    "env --json",
-    [JSON, OUT],
+    "env --bug-report",
+    [JSON, _BUG_REPORT, OUT],
     _env,
 )

@@ -5,7 +5,7 @@ call ──▶ like an earlier one? ──▶ fast path: Replay runs the graph, 
                └─▶ slow path: an entry whose guards hold ──▶ Dynamo's bytecode around the scheduled graph
                        │ none
                        └─▶ capture ──▶ one graph ──▶ CapturedCall, with a backward if gradients are recorded
-                              └── graph breaks ──▶ GraphBreaks: torch.compile, each graph a CompiledGraph
+                              └── graph breaks ──▶ SplitCall: torch.compile, each graph a CompiledGraph
                                         └── no graph at all, or too many ──▶ EagerCall: the model itself
 """
 
@@ -29,11 +29,11 @@ from torch.nn.parameter import is_lazy
 from autostream.dispatch.admission import Admission
 from autostream.dispatch.captured_call import CapturedCall
 from autostream.dispatch.compiled_graph import CompiledGraph, InputNames, eager_reason
-from autostream.dispatch.graph_breaks import GraphBreaks
 from autostream.dispatch.optimized_callable import OptimizedCallable
 from autostream.dispatch.paranoid import compared
 from autostream.dispatch.replay import GuardFailed, Replay
 from autostream.dispatch.scheduled_program import ModelContext, ScheduledProgram
+from autostream.dispatch.split_call import SplitCall
 from autostream.errors import AutostreamError, FastPathError, OptionError, TargetError, TraceError, first_line
 from autostream.frontend.aten import drop_weak_references, mode_of
 from autostream.frontend.autograd import differentiable
@@ -74,7 +74,7 @@ class EagerCall:
         return (Report(model, self.label, "plain", refusals=(refusal,), versions=versions()),)
 
 
-Entry = CapturedCall | GraphBreaks | EagerCall
+Entry = CapturedCall | SplitCall | EagerCall
 
 
 @dataclass(slots=True, eq=False)
@@ -297,9 +297,9 @@ class Dispatcher(OptimizedCallable):
             entry = reason or self._compile(key, label, args, kwargs, excluded=excluded)
         if isinstance(entry, str):
             return self._run_eagerly(entry, args, kwargs)
-        if isinstance(entry, EagerCall | GraphBreaks):
+        if isinstance(entry, EagerCall | SplitCall):
             try:
-                return entry(*args, **kwargs) if isinstance(entry, GraphBreaks) else self.model(*args, **kwargs)
+                return entry(*args, **kwargs) if isinstance(entry, SplitCall) else self.model(*args, **kwargs)
             except Exception:
                 if isinstance(entry, EagerCall):
                     self._drop(key, entry)  # the capture may have failed for the same reason
@@ -448,7 +448,7 @@ class Dispatcher(OptimizedCallable):
             if options.strict or isinstance(error, FastPathError):
                 return self._refused(label, error)
             log.warning("%s: %s; splitting it at graph breaks", self._name, str(error))  # log records outlive the error
-            return GraphBreaks(model, label, str(error), self._compiled_graph)
+            return SplitCall(model, label, str(error), self._compiled_graph)
         except Exception as error:
             return self._refused(label, error)
         if captured is None:

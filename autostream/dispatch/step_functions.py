@@ -1,10 +1,12 @@
 """Step functions: a training step as its user writes it, compiled for each kind of call.
 
-call ──▶ do optimizers make state in it? ──yes──▶ eager
-│ no
-└─▶ key ──▶ an entry whose guards hold ──▶ Dynamo's bytecode around the scheduled program
-│ none
-└─▶ capture ──▶ trace ──▶ ScheduledProgram; where that fails: eager, with the reason
+    call ──▶ do optimizers make state in it? ──yes──▶ eager
+              │ no
+              └─▶ key ──▶ an entry whose guards hold ──▶ Dynamo's bytecode around the scheduled program
+                            │ none
+                            └─▶ capture ──▶ trace ──▶ ScheduledProgram
+
+Where a call cannot be captured or traced, it runs eagerly, and reports have the reason.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Compiled training steps: a cache of scheduled graphs, looked up by key and guards.
 
-batch, optimizer ──▶ key ──▶ an entry whose guards hold ──▶ ScheduledProgram ──▶ result, gradients
-                       │ none
-                       └─▶ capture the loss ──▶ trace the step ──▶ ScheduledProgram
-                               └─ fails ────────────┴─ fails ──▶ Refusal: the caller falls back
+    batch, optimizer ──▶ key ──▶ an entry whose guards hold ──▶ ScheduledProgram ──▶ result, gradients
+                                   │ none
+                                   └─▶ capture the loss ──▶ trace the step ──▶ ScheduledProgram
+
+Where capturing or tracing fails, there is a ``Refusal`` instead, and the caller falls back.
 """
 
 from __future__ import annotations

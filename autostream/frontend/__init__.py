@@ -1,6 +1,6 @@
 """From a callable to programs of ATen ops, and the guards that say for which calls they may be reused.
 
-Where to look: ``capture.py`` captures a call as one graph, ``guards.py`` says what is guarded, ``breaks.py`` what
+Where to look: ``capture.py`` captures a call as one graph, ``guards.py`` says what is guarded, ``graph_breaks.py`` what
 happens at a graph break, ``eager_only.py`` which calls stay eager. ``aten.py`` makes programs of captured graphs,
 ``autograd.py`` forward and backward graphs, and ``steps.py`` one program of a whole training step.
 
@@ -21,7 +21,7 @@ File                   Interface                                          Where 
 ..                     ``convert_frame.compile_lock``                     no lock: only one thread may compile
 ..                     ``dynamo_timed``, ``get_metrics_context``          a ``TraceError`` names it
 ..                     names of the loggers that Dynamo writes to         errors are logged; no reason in the report
-``breaks.py``          ``callback`` of Dynamo's contexts                  the lock is held for the whole call
+``graph_breaks.py``    ``callback`` of Dynamo's contexts                  the lock is held for the whole call
 ..                     ``eval_frame._stance``: the user's stance          the lock is held for the whole call
 ..                     ``TorchDynamoException``, ``ConvertFrameReturn``   no fallback
 ..                     ``compile_subgraph_reason``                        no reason in the report

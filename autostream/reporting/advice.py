@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from autostream.ir import Limit
 from autostream.options import MAX_STREAMS
-from autostream.reporting.layout import count, us
 from autostream.reporting.memory import kept_out
 from autostream.reporting.summary import Summary, named
-from autostream.scheduling.losses import Breakdown, Cause, Chain
+from autostream.reporting.tables import count, us
+from autostream.scheduling.lost_time import Breakdown, Cause, Chain
 from autostream.scheduling.simulate import replay_us, run_us
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from autostream.ir import FORK, JOIN, Costs, DeviceProfile, Hazard, OpGraph, Schedule
-from autostream.scheduling.losses import longest_chain
+from autostream.scheduling.lost_time import longest_chain
 
 _GOLDEN = 0.618034
 """Steps of the golden ratio spread hues evenly for any number of streams."""

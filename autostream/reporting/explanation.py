@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 from autostream.ir import Candidate, Costs, DeviceProfile, Limit, Schedule
 from autostream.reporting.advice import advise
-from autostream.reporting.layout import count, few, us
 from autostream.reporting.memory import KeptOut, Memory, best_kept_out, kept_out, memory_of
 from autostream.reporting.placements import placements
 from autostream.reporting.summary import Summary, baselines, gain, named
-from autostream.scheduling.losses import Breakdown, Cause, Chain, break_down, gap_us, wait_us
+from autostream.reporting.tables import count, few, us
+from autostream.scheduling.lost_time import Breakdown, Cause, Chain, break_down, gap_us, wait_us
 from autostream.scheduling.overlap import Overlap, concurrency, longest_overlaps
 from autostream.scheduling.policies.sequential import one_stream
 from autostream.scheduling.simulate import replay_us, run_us

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from autostream.errors import OptionError
 from autostream.ir import Launch, Schedule
-from autostream.reporting.layout import few, line, source, table
 from autostream.reporting.summary import Summary
+from autostream.reporting.tables import few, line, source, table
 
 if TYPE_CHECKING:
     from autostream.reporting.report import Report

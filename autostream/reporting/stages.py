@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from autostream.ir import JOIN, OpGraph, Schedule
-from autostream.reporting.layout import count, few, line, table
+from autostream.reporting.tables import count, few, line, table
 
 if TYPE_CHECKING:
     from autostream.reporting.report import Report

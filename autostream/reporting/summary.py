@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autostream.ir import Candidate, Costs, DeviceProfile, OpGraph, Schedule
 from autostream.scheduling import structure
-from autostream.scheduling.losses import Chain, longest_chain, with_gaps
+from autostream.scheduling.lost_time import Chain, longest_chain, with_gaps
 
 if TYPE_CHECKING:
     from autostream.reporting.report import Report

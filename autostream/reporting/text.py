@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph
 from autostream.reporting.explanation import Explanation, Gain, Spread, best_rival, explanation_of
-from autostream.reporting.layout import count, few, line, pairs, size, source, table, us
 from autostream.reporting.memory import KeptOut, Memory, is_hopper
 from autostream.reporting.ops import EVERYTHING, FOLDED, Selection, ops_table, selected
 from autostream.reporting.parts import captured_share, devices, time_us
 from autostream.reporting.summary import Summary, gain, named, summary_of
+from autostream.reporting.tables import count, few, line, pairs, size, source, table, us
 
 if TYPE_CHECKING:
     from autostream.reporting.report import Report

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autostream.ir import FORK, JOIN, Costs, OpGraph, Schedule, Slice, Timeline
-from autostream.scheduling.losses import longest_chain
+from autostream.scheduling.lost_time import longest_chain
 from autostream.scheduling.overlap import demands
 from autostream.scheduling.peak import Footprint
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from autostream.ir import Candidate, Decision
-from autostream.reporting.layout import size
+from autostream.reporting.tables import size
 
 SLACK_BYTES = 2 * 2**20
 """Bytes that a schedule may take beyond one stream at any ratio of at least 1: the smallest block that PyTorch's

@@ -15,8 +15,8 @@ from autostream.errors import ScheduleError
 from autostream.ir import Assignment, Candidate, Costs, Decision, DeviceProfile, Limit, OpGraph, Schedule, Timeline
 from autostream.options import Options
 from autostream.scheduling.arena import place_storages
-from autostream.scheduling.check import check_costs
 from autostream.scheduling.coarsen import coarsen, expand
+from autostream.scheduling.cost_check import check_costs
 from autostream.scheduling.peak import Footprint, given_bytes, peak_bytes
 from autostream.scheduling.policies import ON_CHAINS, POLICIES
 from autostream.scheduling.policies.search import search_by_streams, variants

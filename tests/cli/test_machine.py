@@ -84,3 +84,12 @@ def test_env_has_a_line_for_each_fact(capsys: pytest.CaptureFixture[str], monkey
     assert re.search(r"^gpus +cuda:0 GPU: 132 SMs, 141.0 GB, compute 9.0 \(profile: table", shown, re.MULTILINE)
     assert re.search(r"^kept in +/no/such/folder, not made yet$", shown, re.MULTILINE)
     assert re.search(r"^set +none$", shown, re.MULTILINE)
+
+
+def test_env_fills_in_the_projects_issue_template(capsys: pytest.CaptureFixture[str]) -> None:
+    template = Path(cli.__file__).parents[2] / ".github" / "ISSUE_TEMPLATE" / "bug_report.md"
+    assert template.read_text().endswith(f"---\n\n{machine.bug_report('')}")
+    assert cli.main(["env", "--bug-report"]) == 0
+    shown = capsys.readouterr().out
+    assert "**What happens, and what should**" in shown
+    assert f"versions    torch {torch.__version__}" in shown

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autostream.reporting.summary import baselines, gain, summarize
-from autostream.scheduling.losses import Chain
+from autostream.scheduling.lost_time import Chain
 from tests.reporting.reports import (
     CHOSEN,
     COSTS,

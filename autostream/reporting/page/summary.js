@@ -4,7 +4,6 @@ const MODES = {
   plain: "the plain model", "one stream": "one op after another, uncaptured", streams: "ops on CUDA streams, uncaptured",
   threads: "CPU threads", "cuda graph": "a CUDA graph", "graph breaks": "pieces between graph breaks",
   sections: "CUDA graphs, and between them the ops that none can hold",
-  ways: "CUDA graphs for each way that calls take through its branches",
   "forward and backward": "a forward and a backward, each scheduled for itself",
   "dry run": "nothing: this is a dry run", "not run yet": "nothing yet",
 };
@@ -18,7 +17,7 @@ function headline() {
 function facts() {
   const found = [["runs as", MODES[report.mode] ?? report.mode]];
   if (report.captured_share !== null) {
-    const rest = ["sections", "ways"].includes(report.mode) ? "what no graph holds as predicted" : "what runs between them is not timed";
+    const rest = report.mode === "sections" ? "what no graph holds as predicted" : "what runs between them is not timed";
     found.push(["captured", `${share(report.captured_share)} of the time of its pieces, each run once; ${rest}`]);
   }
   if (report.ended) found.push(["ends because", report.ended]);

@@ -42,4 +42,5 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "search": search.search,
     }
 )
-"""The policies by name, as in ``Options.policy``; a new one is a file, a line here and a value there."""
+"""The policies by name, as in ``Options.policy``; a new one is a file, a line in
+``ON_CHAINS`` and a value there. One that does not work on chains is called by ``tuning/candidates.py`` as well."""

@@ -1,4 +1,4 @@
-"""A check that costs are finite numbers from 0: with others, a policy would choose a bad schedule without an error."""
+"""Checks that no cost is infinite or negative: with such costs, a policy chooses a bad schedule without an error."""
 
 from __future__ import annotations
 

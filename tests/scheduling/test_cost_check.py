@@ -8,7 +8,7 @@ from math import inf, nan
 import pytest
 
 from autostream.errors import CostError
-from autostream.scheduling.check import check_costs
+from autostream.scheduling.cost_check import check_costs
 from tests.scheduling.graphs import costs_of, graph_of
 
 

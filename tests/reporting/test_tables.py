@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autostream.reporting.layout import line, size, source, table
+from autostream.reporting.tables import line, size, source, table
 
 
 def test_columns_are_aligned_by_the_first_word_of_their_heads() -> None:

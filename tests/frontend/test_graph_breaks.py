@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from autostream.frontend.breaks import ending_of, with_breaks
+from autostream.frontend.graph_breaks import ending_of, with_breaks
 from tests.semantics import Model
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from autostream.analysis.source import user_line
 from autostream.dispatch.compiled_graph import CompiledGraph, InputNames, reports_of_graph
 from autostream.frontend.autograd import run_graph
-from autostream.frontend.breaks import ending_of, with_breaks
+from autostream.frontend.graph_breaks import ending_of, with_breaks
 from autostream.ir import Decision
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
@@ -29,7 +29,7 @@ class MakeGraph(Protocol):
         """See :class:`CompiledGraph`."""
 
 
-class GraphBreaks:
+class SplitCall:
     """Runs a model with ``torch.compile``, which splits it where it cannot trace its Python.
 
     Args:
@@ -81,7 +81,7 @@ class GraphBreaks:
         return len(self.runs) - 1
 
 
-def _backend(owner: weakref.ref[GraphBreaks], module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def _backend(owner: weakref.ref[SplitCall], module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Dynamo's backend. Dynamo never drops what this returns, so it does not own the CUDA graphs."""
     graph_breaks = owner()
     if graph_breaks is None:

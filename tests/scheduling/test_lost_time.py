@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from autostream.ir import FORK, Costs, DeviceProfile, Launch, OpGraph, Schedule
-from autostream.scheduling.losses import Cause, Chain, break_down, longest_chain, wait_us
+from autostream.scheduling.lost_time import Cause, Chain, break_down, longest_chain, wait_us
 from autostream.scheduling.policies.sequential import one_stream
 from autostream.scheduling.simulate import run_us, simulate
 from tests.scheduling.graphs import FREE, costs_of, graph_of, planned, profile_with
