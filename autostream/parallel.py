@@ -1,8 +1,10 @@
 """``Parallel``: a module whose children run side by side on CUDA streams.
 
-call ──▶ traced, on the CPU, or one stream? ──▶ one child after another; if it is traced, the scheduler decides
+    call ──▶ traced, on the CPU, or one stream? ──▶ one child after another; if it is traced, the scheduler decides
               │ no
               └─▶ children as ops, scheduled over streams (dispatch/children.py)
+
+Results, random numbers and gradients are those of the children called one after another.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """The dispatcher: decides what each call of a model runs.
 
-call ──▶ like an earlier one? ──▶ fast path: Replay runs the graph, then checks its guards
+    call ──▶ like an earlier one? ──▶ fast path: Replay runs the graph, then checks its guards
                │ no
                └─▶ slow path: an entry whose guards hold ──▶ Dynamo's bytecode around the scheduled graph
                        │ none
                        └─▶ capture ──▶ one graph ──▶ CapturedCall, with a backward if gradients are recorded
                               └── graph breaks ──▶ SplitCall: torch.compile, each graph a CompiledGraph
                                         └── no graph at all, or too many ──▶ EagerCall: the model itself
+
+An entry is what runs the calls of one signature for which its guards hold.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Padding: calls of different lengths share a schedule, as their arguments are padded and their outputs cut back.
 
-call ──▶ its lengths ──▶ all equal a bucket's size, or one fits no bucket? ──▶ Dispatcher, without padding
+    call ──▶ its lengths ──▶ all equal a bucket's size, or one fits no bucket? ──▶ Dispatcher, without padding
              │ no
              └─▶ padded arguments ──▶ was such a call tried? ──▶ Dispatcher ──▶ outputs, cut back
                                           │ no
                                           └─▶ run the model with padding and without: which output dimensions are
                                               longer, and is the rest equal? If not, no call like it is padded
+
+A dimension that is padded is said to be dynamic; a bucket has the sizes that it is padded to.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A program that does not fit into one CUDA graph: sections that fit are captured, the ops between them run eagerly.
 
-program ──▶ cut ──▶ part: a section, scheduled and captured like a program
+    program ──▶ cut ──▶ part: a section, scheduled and captured like a program
              │      part: eager ops, on the caller's stream
              │      part: long copies between the host and the device, beside the part before (host_copies.py)
              └──▶ …

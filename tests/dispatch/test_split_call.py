@@ -89,8 +89,8 @@ def test_results_side_effects_and_their_order_are_the_models(
     assert all("splitting it at graph breaks" in message and "\n" not in message for message in logged)
     told = autostream.explain(fast)
     line = Broken.forward.__code__.co_firstlineno + 2
-    assert f'test_graph_breaks.py:{line}: print("between")' in told
-    assert f"test_graph_breaks.py:{line + 2}: y = y.relu() + 1 if y.abs().sum() > 0 else -y" in told
+    assert f'test_split_call.py:{line}: print("between")' in told
+    assert f"test_split_call.py:{line + 2}: y = y.relu() + 1 if y.abs().sum() > 0 else -y" in told
     assert fast.reports[0].parts[0].signature.endswith("x2:float32 on cpu"), "of inputs, not of weights"
     for own in (fast.eval(), plain.eval()):
         own.linear.weight.mul_(2)
@@ -109,10 +109,10 @@ def test_each_graph_says_why_and_where_it_ends() -> None:
     same(fast(t(3)), plain(t(3)))
     (report,) = fast.reports
     printed, branch, end = [part.ended for part in report.parts]
-    assert re.search(r"\(.*test_graph_breaks.py:\d+: print\(end=\"\"\)\)$", printed)
+    assert re.search(r"\(.*test_split_call.py:\d+: print\(end=\"\"\)\)$", printed)
     assert "\n" not in printed
     assert re.fullmatch(
-        r"a branch depends on the value of a tensor \(.*test_graph_breaks.py:\d+: return y \+ 1 if y.sum\(\) > 0 .*\)",
+        r"a branch depends on the value of a tensor \(.*test_split_call.py:\d+: return y \+ 1 if y.sum\(\) > 0 .*\)",
         branch,
     )
     assert end == "", "the model returns"
