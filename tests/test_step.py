@@ -374,3 +374,29 @@ def test_disabled_it_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
     update(torch.ones(2, 3))
     assert update.reports == ()
     assert "AUTOSTREAM_DISABLE" in autostream.explain(update)
+
+
+@pytest.mark.parametrize(
+    "change", ["weight replaced", "state replaced", "group added", "batch is a weight", "autocast", "frozen"]
+)
+def test_a_change_between_steps_counts_though_the_batch_is_alike(change: str) -> None:
+    """Each call of one signature is checked quickly; a change of anything else makes the full check."""
+    (ours, model, optimizer), (eager, other, other_optimizer) = small(), small()
+    x = torch.randn(1, 3)
+    for at in range(6):
+        for step, net, adam in ((ours, model, optimizer), (eager.__wrapped__, other, other_optimizer)):
+            if at == 3 and change == "weight replaced":
+                net.weight.data = torch.ones(1, 3)
+            if at == 3 and change == "state replaced":
+                adam.state[net.weight]["exp_avg"] = torch.full((1, 3), 0.5)
+            if at == 3 and change == "group added":
+                adam.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.5})
+            if at == 3 and change == "frozen":
+                net.weight.requires_grad_(False)
+            batch = net.weight.detach() if at >= 3 and change == "batch is a weight" else x
+            with torch.autocast("cpu", torch.bfloat16, enabled=at >= 3 and change == "autocast"):
+                loss = step(batch)
+            if net is model:
+                result = loss
+        torch.testing.assert_close(result, loss.detach())
+    torch.testing.assert_close([*model.parameters()], [*other.parameters()])

@@ -2,9 +2,9 @@
 
     call ──▶ do optimizers make state in it? ──yes──▶ eager
               │ no
-              └─▶ key ──▶ an entry whose guards hold ──▶ Dynamo's bytecode around the scheduled program
-                            │ none
-                            └─▶ capture ──▶ trace ──▶ ScheduledProgram
+              └─▶ key, a known one or new ──▶ an entry whose guards hold ──▶ Dynamo's bytecode around the program
+                                                │ none
+                                                └─▶ capture ──▶ trace ──▶ ScheduledProgram
 
 Where a call cannot be captured or traced, it runs eagerly, and reports have the reason.
 """
@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial, update_wrapper
 from itertools import chain
+from operator import attrgetter, is_
 from types import MethodType
 from typing import Any
 
@@ -44,19 +45,25 @@ from autostream.frontend.parameters import (
 )
 from autostream.frontend.settings import numerics
 from autostream.frontend.step_functions import TracedFunction, Update, capture_step, trace_function
-from autostream.frontend.tree import flatten, map_tensors
+from autostream.frontend.tree import flatten, map_tensors, tensors_like
 from autostream.ir import Decision, Role
 from autostream.options import Options, disabled
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.runtime.cuda_graph import GraphPools
 from autostream.runtime.input_buffers import BufferTable
+from autostream.runtime.layouts import Layouts, metadata_check
+from autostream.runtime.writes import SameEntries
 from autostream.utils.locks import preparing
 from autostream.utils.stopwatch import Stopwatch
+from autostream.utils.storages import storage_of
 
 log = logging.getLogger(__name__)
 
 _MOST_REASONS = 100
+
+_MOST_KNOWN = 4
+"""How many signatures are known to the fast check."""
 
 
 class StepFunction:
@@ -82,6 +89,7 @@ class StepFunction:
         self._admission = Admission[list["_Entry | _Refusal"]](options.max_signatures)
         self._lock, self.disabled = threading.RLock(), disabled()
         self._eager: dict[str, Decision] = {}
+        self._known: list[_Known] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step; returns what the function returns, detached."""
@@ -104,15 +112,18 @@ class StepFunction:
             result = self._run_eagerly(args, kwargs)
             self._stateless = [stateless(optimizer) for optimizer in self._optimizers]
             return result
-        call = self._call(args, kwargs)
+        call = self._like_known(args, kwargs) or self._call(args, kwargs)
         entry = call if isinstance(call, _Refusal) else self._entry(call) or self._new_entry(call)
         if isinstance(entry, _Refusal):
             return self._fall_back(entry.reason, args, kwargs)
         assert isinstance(call, _Call)
         try:
-            return entry.run(call)
+            result = entry.run(call)
         except NoSchedule as reason:
             return self._fall_back(str(reason), args, kwargs)
+        if not any(known.call.key is call.key for known in self._known):
+            self._known = [_Known(call, self._optimizers), *self._known[: _MOST_KNOWN - 1]]
+        return result
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch.enable_grad():
@@ -125,6 +136,21 @@ class StepFunction:
             log.warning("the step %s runs as it is written: %s", self._name, reason)
             self._eager[reason] = Decision("", "plain", reason)
         return self._run_eagerly(args, kwargs)
+
+    def _like_known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+        """The call, if it has the signature of a recent one, which takes a fraction of the time to see."""
+        for known in self._known:
+            if (tensors := known.tensors_of(args, kwargs)) is None:
+                continue
+            if not all(hyperparameters.same() for hyperparameters in self._hyperparameters):
+                return None
+            call, begins_without = known.call, have_no_gradients(known.every)
+            updates = [
+                replace(each, numbers=hyperparameters.numbers(each.numbers.device))
+                for each, hyperparameters in zip(call.updates, self._hyperparameters, strict=True)
+            ]
+            return _Call(call.function, call.parameters, args, kwargs, tensors, updates, call.key, begins_without)
+        return None
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | _Refusal:
         """The call, or why no graph would compute it."""
@@ -232,6 +258,63 @@ class _Call:
         self.tensors, self.updates, self.key, self.begins_without = tensors, updates, key, begins_without
 
 
+class _Known:
+    """Checks whether a call has the signature of an earlier one: each check is one call for all tensors.
+
+    Args:
+        call: the earlier one.
+        optimizers: of the step.
+
+    Attributes:
+        call: the earlier one.
+        every: the parameters of all optimizers.
+    """
+
+    def __init__(self, call: _Call, optimizers: Sequence[Optimizer]) -> None:
+        self.call, self._optimizers = call, optimizers
+        self.every = [*chain.from_iterable(call.parameters)]
+        self._structure = flatten((call.args, call.kwargs))[1]
+        self._alike = metadata_check(call.tensors)
+        self._lists = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        self._sizes = list(map(len, self._lists))
+        self._required = list(map(_REQUIRES_GRADIENTS, self.every))
+        self._states = [optimizer.state for optimizer in optimizers]
+        self._entries = SameEntries(chain.from_iterable([state, *state.values()] for state in self._states))
+        written = [*self.every, *chain.from_iterable(each.state.tensors for each in call.updates)]
+        self._unmoved = Layouts(written, whole=True).unchanged
+        self._storages = frozenset(map(storage_of, written))
+        self._are_disjoint = len(self._storages) == len(written)
+        self._numerics = numerics()
+
+    def tensors_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
+        """The tensors of such a call, or ``None`` for one that may have another signature."""
+        tensors = tensors_like(self._structure, (args, kwargs)) if self._are_disjoint else None
+        if tensors is None or not self._alike(tensors):
+            return None
+        storages = set(map(storage_of, tensors))
+        lists = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        as_it_was = (
+            len(storages) == len(tensors)
+            and self._storages.isdisjoint(storages)
+            and not any(map(_REQUIRES_GRADIENTS, tensors))
+            and not unusual_call()
+            and not circumstances()
+            and not any(map(obstacle, self._optimizers))
+            and list(map(len, lists)) == self._sizes
+            and all(map(is_, chain.from_iterable(lists), self.every))
+            and list(map(_REQUIRES_GRADIENTS, self.every)) == self._required
+            and not have_hooks(self.every)
+            and all(optimizer.state is state for optimizer, state in zip(self._optimizers, self._states, strict=True))
+            and self._entries.same()
+            and self._unmoved()
+            and numerics() == self._numerics
+        )
+        return tensors if as_it_was else None
+
+
+_REQUIRES_GRADIENTS = attrgetter("requires_grad")
+
+
 class _Refusal:
     """Why a call is in no graph."""
 
@@ -261,7 +344,7 @@ class _Entry:
         arguments = self._traced.arguments(inputs, call.updates)
         label = Label(name, described(call.tensors))
         self.scheduled = ScheduledProgram(self._traced.program, arguments, stays, label, context, stopwatch)
-        self._kinds = list(map(_kind, inputs))
+        self._kinds, self._aliases = list(map(_kind, inputs)), aliases_of(inputs)
         self._captured = replace(captured, tensors=())
         self._updates: Sequence[Update] = ()
         self._restored = self._captured.restored(self._launch)
@@ -290,8 +373,8 @@ class _Entry:
             self._updates = ()
 
     def _launch(self, *inputs: Tensor) -> Sequence[Any]:
-        if list(map(_kind, inputs)) != self._kinds:
-            raise NoSchedule("a tensor that the step reads has another shape or dtype now")
+        if list(map(_kind, inputs)) != self._kinds or aliases_of(inputs) != self._aliases:
+            raise NoSchedule("a tensor that the step reads has another shape or dtype, or shares other memory now")
         with torch.no_grad():
             return self.scheduled(self._traced.arguments(inputs, self._updates))
 
