@@ -143,8 +143,9 @@ def step(*, optimizers: Sequence[Optimizer], **options: Any) -> Callable[[Callab
     The function's Python is captured and guarded by TorchDynamo, as by ``torch.compile``. Tensors that change in every
     step are arguments; modules, other tensors and numbers that it reads are constants of the graph, which is compiled
     again if one of them changes. Weights, targets and optimizer states are updated in place, so ``state_dict``,
-    ``load_state_dict`` and learning-rate schedulers can be used between steps. Results are detached. A graph leaves no
-    gradients in ``parameter.grad``; a function whose gradients add up from one call to the next runs eagerly.
+    ``load_state_dict`` and learning-rate schedulers can be used between steps. Results are detached. Gradients are left
+    as in the eager step, which costs copies: a function that clears them where it ends is faster. One whose gradients
+    add up from one call to the next runs eagerly.
 
     A step in which an optimizer may create state, such as the first, runs eagerly, and so does one that cannot be
     captured; :func:`autostream.explain` gives the reason and the line.

@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import partial, update_wrapper
 from itertools import chain
 from operator import attrgetter, is_
-from types import MethodType
 from typing import Any
 
 import torch
@@ -38,7 +37,6 @@ from autostream.frontend.optimizers import Hyperparameters, groups_of, obstacle
 from autostream.frontend.parameters import (
     have_hooks,
     have_no_gradients,
-    leave_no_gradients,
     parameters_of,
     state_of,
     stateless,
@@ -101,9 +99,18 @@ class StepFunction:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedulers would warn
         return result
 
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        """Bind a step that is a method."""
-        return self if instance is None else MethodType(self, instance)
+    def __get__(self, instance: object, owner: type | None = None) -> StepFunction:
+        """Itself, from a class.
+
+        Raises:
+            TargetError: it decorates a method, whose object a graph cannot take as an argument.
+        """
+        if instance is not None:
+            name = self.__name__  # type: ignore[attr-defined]
+            raise TargetError(
+                f"step decorates functions and bound methods: write self.{name} = autostream.step(...)(self.{name})"
+            )
+        return self
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.disabled:
@@ -219,8 +226,10 @@ class StepFunction:
             except Exception as error:
                 if self._options.strict:
                     raise
-                expected = isinstance(error, (AutostreamError, FastPathError))
-                reason = str(error) if expected else f"it cannot be scheduled: {first_line(error)}"
+                if isinstance(error, (AutostreamError, FastPathError)):
+                    reason = str(error).partition("\n\nWhile")[0]
+                else:
+                    reason = f"it cannot be scheduled: {first_line(error)}"
                 new = _Refusal(reason, begins_without=call.begins_without)
             self._admission.add(call.key, [*earlier, new])
             return new
@@ -345,14 +354,13 @@ class _Entry:
         label = Label(name, described(call.tensors))
         self.scheduled = ScheduledProgram(self._traced.program, arguments, stays, label, context, stopwatch)
         self._kinds, self._aliases = list(map(_kind, inputs)), aliases_of(inputs)
-        self._captured = replace(captured, tensors=())
+        self._required = list(map(_REQUIRES_GRADIENTS, inputs))
+        self._captured = replace(captured, tensors=(), changed=())
         self._updates: Sequence[Update] = ()
         self._restored = self._captured.restored(self._launch)
 
     def matches(self, call: _Call) -> bool:
-        """Whether the guards hold, and there are no gradients that the function would add to."""
-        if self._body.begins_without and not call.begins_without:
-            return False
+        """Whether the guards hold."""
         self._body.parameters = call.parameters
         with torch.enable_grad():
             return self._captured.guards(self._body, call.args, call.kwargs)
@@ -365,7 +373,6 @@ class _Entry:
     def run(self, call: _Call) -> Any:
         """Run a step: Dynamo's bytecode fetches inputs, and builds the result."""
         self._updates = call.updates
-        leave_no_gradients([*chain.from_iterable(call.parameters)])
         try:
             with torch.set_grad_enabled(True):
                 return self._restored(self._body, call.args, call.kwargs)
@@ -375,6 +382,10 @@ class _Entry:
     def _launch(self, *inputs: Tensor) -> Sequence[Any]:
         if list(map(_kind, inputs)) != self._kinds or aliases_of(inputs) != self._aliases:
             raise NoSchedule("a tensor that the step reads has another shape or dtype, or shares other memory now")
+        if list(map(_REQUIRES_GRADIENTS, inputs)) != self._required:
+            raise NoSchedule("a tensor that the step reads requires gradients now, or does not any more")
+        if have_hooks([tensor for tensor, required in zip(inputs, self._required, strict=True) if required]):
+            raise NoSchedule("a parameter has hooks on its gradient, which a graph would not call")
         with torch.no_grad():
             return self.scheduled(self._traced.arguments(inputs, self._updates))
 

@@ -27,7 +27,7 @@ from autostream.analysis.source import user_line
 from autostream.errors import FastPathError, TraceError, first_line
 from autostream.frontend.attention_masks import simplify_masks
 from autostream.frontend.dynamo import compiling, errors_not_logged, timed
-from autostream.frontend.guards import Guards, drop_guards, guard_identities, guards_of, source_name
+from autostream.frontend.guards import Guards, drop_guards, guard_identities, guards_of, source_name, steps_of
 
 Arguments = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A call: the callable, its positional arguments and its keyword arguments."""
@@ -69,7 +69,9 @@ class Capture:
         restore: see :meth:`restored`.
         stores: the constants that a call assigns to attributes of Python objects.
         effects: whether a call has side effects on Python objects beyond ``stores``.
-        leaves_gradients: whether it sets the ``.grad`` of a tensor.
+        leaves_gradients: whether it sets the ``.grad`` of a tensor to a tensor.
+        changed: with ``unguarded``, the steps by which the call reaches each object that it changes
+            (``guards.steps_of``).
     """
 
     module: fx.GraphModule
@@ -80,6 +82,7 @@ class Capture:
     stores: tuple[Store, ...] = ()
     effects: bool = False
     leaves_gradients: bool = False
+    changed: tuple[tuple[object, str], ...] = ()
 
     def graph_inputs(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The tensors that Dynamo's bytecode passes to the graph in a call. The graph does not run."""
@@ -140,7 +143,7 @@ def capture(
         >>> captured.guards(torch.nn.Linear(2, 3), (torch.ones(1, 2),), {})
         False
     """
-    graphs: list[tuple[fx.GraphModule, Sequence[Any], tuple[Store, ...], bool, bool]] = []
+    graphs: list[tuple[fx.GraphModule, Sequence[Any], tuple[Store, ...], bool, bool, list[Any]]] = []
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
         graphs.append((module, example_inputs, *_side_effects()))
@@ -162,9 +165,13 @@ def capture(
                 raise FastPathError("it draws random numbers from a generator of Python's")
             if not graphs:
                 return None
-            ((module, example_inputs, stores, effects, leaves_gradients),) = graphs
+            ((module, example_inputs, stores, effects, leaves_gradients, sources),) = graphs
             captured = _capture_of(output, function.__code__, scope, module, example_inputs, unguarded)
-            return replace(captured, stores=stores, effects=effects, leaves_gradients=leaves_gradients)
+        changed: tuple[tuple[object, str], ...] = ()
+        if unguarded is not None:
+            known = output.graph_capture_output().f_globals
+            changed = tuple(step for source in sources for step in steps_of(source, scope, known))
+        return replace(captured, stores=stores, effects=effects, leaves_gradients=leaves_gradients, changed=changed)
     except (ImportError, AttributeError) as error:  # PyTorch lacks a private interface
         raise TraceError(first_line(error)) from error
 
@@ -219,7 +226,8 @@ def _capture_of(
         restored: Callable[..., Any] = environment.forward_callable(backend_id, run, extra_globals=used_globals)
         return restored
 
-    return Capture(module, inputs, tuple(example_inputs), guards_of(graph_output, code, scope), restore)
+    guarded = guards_of(graph_output, code, scope)
+    return Capture(module, inputs, tuple(example_inputs), guarded, restore)
 
 
 def _root(source: Any) -> str:
@@ -229,12 +237,12 @@ def _root(source: Any) -> str:
     return str(getattr(source, "local_name", ""))
 
 
-def _side_effects() -> tuple[tuple[Store, ...], bool, bool]:
+def _side_effects() -> tuple[tuple[Store, ...], bool, bool, list[Any]]:
     """The side effects of the current trace on Python objects that existed before it.
 
     Returns:
-        The constants that it assigns to attributes; whether there are other side effects; and whether it sets the
-        gradient of a tensor.
+        The constants that it assigns to attributes; whether there are other side effects; whether it sets a
+        gradient; and the sources of the objects that it changes.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
@@ -247,15 +255,16 @@ def _side_effects() -> tuple[tuple[Store, ...], bool, bool]:
         if effects.is_modified(item) and not isinstance(item.mutation_type, AttributeMutationNew | ValueMutationNew)
     ]
     stores: list[Store] = []
+    sources = [item.source for item in changed if item.source is not None]
     gradients = [effects.store_attr_mutations.get(item, {}).get("grad") for item in changed]
     leaves_gradients = any(value is not None and _constants({"grad": value}) is None for value in gradients)
     for item in changed:
         owner, attributes = vars(item).get("value"), effects.store_attr_mutations.get(item)
         constants = None if attributes is None else _constants(attributes)
         if constants is None or owner is None or isinstance(owner, list | dict | set | tuple):
-            return (), True, leaves_gradients
+            return (), True, leaves_gradients, sources
         stores += [(owner, name, value) for name, value in constants.items()]
-    return tuple(stores), bool(effects.tensor_hooks or effects.save_for_backward), leaves_gradients
+    return tuple(stores), bool(effects.tensor_hooks or effects.save_for_backward), leaves_gradients, sources
 
 
 def _constants(attributes: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -44,21 +44,31 @@ def compiling(**settings: Any) -> Iterator[None]:
         stack.enter_context(configured(**settings))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"torch\.")  # what Dynamo refuses is reported with its reason
-        _reset_constants()
+        stack.enter_context(_constants_without_sources())
         yield
 
 
-def _reset_constants() -> None:
-    """Forget from where Dynamo read ``None``, ``True`` and ``False`` in an earlier trace.
+@contextmanager
+def _constants_without_sources() -> Iterator[None]:
+    """Let Dynamo load ``None``, ``True`` and ``False`` as constants, wherever it has read them.
 
     In torch 2.13 all traces share one variable for each. One that is read as ``tensor.grad`` or
-    ``tensor.requires_grad`` gets that source for good, and the bytecode of later traces loads the constant from there.
+    ``tensor.requires_grad`` gets that source, and bytecode, of later traces too, loads the constant from there.
     """
     from torch._dynamo.variables import constant
 
-    for name in ("CONSTANT_VARIABLE_NONE", "CONSTANT_VARIABLE_TRUE", "CONSTANT_VARIABLE_FALSE"):
-        if (shared := getattr(constant, name, None)) is not None:
-            shared.source = None
+    class Constant(constant.ConstantVariable):
+        source = property(lambda self: None, lambda self, source: None)
+
+    names = {f"CONSTANT_VARIABLE_{value}".upper(): value for value in (None, True, False)}
+    before = {name: getattr(constant, name) for name in names if hasattr(constant, name)}
+    for name in before:
+        setattr(constant, name, Constant(names[name]))
+    try:
+        yield
+    finally:
+        for name, shared in before.items():
+            setattr(constant, name, shared)
 
 
 def configured(**settings: Any) -> AbstractContextManager[Any]:

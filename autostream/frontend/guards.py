@@ -171,19 +171,18 @@ def drop_guards(graph_output: Any, scope: dict[str, Any], unguarded: Callable[[o
         unguarded: of an object and the name of an attribute of it, whether it is such an attribute.
     """
     guards = graph_output.output_graph.guards
-    names = {"L": scope, "G": graph_output.f_globals}
-
-    def is_unguarded(source: Any) -> bool:
-        while (base := getattr(source, "base", None)) is not None:
-            member = getattr(source, "member", None) or getattr(source, "index", None)
-            if isinstance(member, str) and unguarded(_value_of(base, names), member):
-                return True
-            source = base
-        return False
-
     for guard in [*guards.inner]:
-        if is_unguarded(guard.originating_source):
+        if any(unguarded(*step) for step in steps_of(guard.originating_source, scope, graph_output.f_globals)):
             guards.inner.discard(guard)
+
+
+def steps_of(source: Any, scope: dict[str, Any], globals_: dict[str, Any]) -> Iterator[tuple[object, str]]:
+    """The steps by which Dynamo reaches a value: each an object, and the attribute or the string key that is read."""
+    names = {"L": scope, "G": globals_}
+    while (base := getattr(source, "base", None)) is not None:
+        member = getattr(source, "member", None) or getattr(source, "index", None)
+        yield _value_of(base, names), member if isinstance(member, str) else ""
+        source = base
 
 
 def _value_of(source: Any, names: dict[str, Any]) -> object:

@@ -9,6 +9,7 @@ while it traces, their ``step`` is one op that stands for the update, and ``zero
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,12 +22,19 @@ from torch.optim import Optimizer
 
 from autostream.errors import TraceError
 from autostream.frontend.aten import GraphInput, as_program
-from autostream.frontend.capture import Capture, Input, capture
+from autostream.frontend.capture import Capture, capture
 from autostream.frontend.eager_only import unusual
 from autostream.frontend.inputs import names_of
-from autostream.frontend.optimizers import Group, update
-from autostream.frontend.parameters import State, clear_gradients, have_no_gradients, parameters_of, set_aside
-from autostream.frontend.steps import Interpreter, keep_lines, traced_below_autograd
+from autostream.frontend.optimizers import Group, update, values
+from autostream.frontend.parameters import (
+    State,
+    clear_gradients,
+    have_hooks,
+    have_no_gradients,
+    parameters_of,
+    set_aside,
+)
+from autostream.frontend.steps import Interpreter, RandomRecomputation, keep_lines, traced_below_autograd
 from autostream.frontend.tree import map_tensors
 from autostream.ir import Program, Role
 
@@ -51,31 +59,30 @@ class Body:
         function: the user's.
         parameters: of each optimizer. To the graph they are parameters of this object, whichever way the function gets
             at them: Dynamo would take those that it meets in an optimizer first for constants.
-        begins_without: whether gradients are ``None`` when the function starts. Elsewhere they are so when it ends.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], parameters: Sequence[Sequence[Tensor]], *, begins_without: bool
-    ) -> None:
-        self.function, self.parameters, self.begins_without = function, parameters, begins_without
+    def __init__(self, function: Callable[..., Any], parameters: Sequence[Sequence[Tensor]]) -> None:
+        self.function, self.parameters = function, parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step."""
-        if self.begins_without:
-            self._clear()
-        else:
-            for parameters in self.parameters:
-                for parameter in parameters:
-                    parameter.dtype  # noqa: B018 - Dynamo meets each here first
-        result = self.function(*args, **kwargs)
-        if not self.begins_without:
-            self._clear()
-        return map_tensors(Tensor.detach, result)
-
-    def _clear(self) -> None:
         for parameters in self.parameters:
             for parameter in parameters:
-                parameter.grad = None
+                parameter.dtype  # noqa: B018 - Dynamo meets each here first
+        return _detached(self.function(*args, **kwargs))
+
+
+def _detached(value: Any) -> Any:
+    """A result without gradients; the usual containers are taken apart in a way that all versions of Dynamo trace."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in (tuple, list):
+        return type(value)([_detached(each) for each in value])
+    if type(value) is dict:
+        return {key: _detached(each) for key, each in value.items()}
+    return map_tensors(Tensor.detach, value)
 
 
 def capture_step(
@@ -83,8 +90,8 @@ def capture_step(
 ) -> tuple[Capture, Body]:
     """Capture a call of a step function. Nothing is computed, and nothing changes.
 
-    The graph is for calls in which no parameter of an optimizer has a gradient, and it leaves none. That is the same
-    step if the function clears gradients before each backward, or where it ends.
+    A graph takes no gradients from one call to the next. So the function has to clear those that it finds, or to leave
+    none, in which case the capture is of calls that find none.
 
     Args:
         function: the step function.
@@ -97,47 +104,61 @@ def capture_step(
 
     Raises:
         FastPathError: a captured graph would not do what the function does.
-        TraceError: it cannot be captured as one graph, or gradients go from one call to the next.
+        TraceError: it cannot be captured as one graph, changes an optimizer itself, or takes gradients from one call to
+            the next.
     """
     parameters = [parameters_of(optimizer) for optimizer in optimizers]
     every = {id(parameter): parameter for parameter in chain.from_iterable(parameters)}
+    body = Body(function, parameters)
+
+    read: set[int] = set()
 
     def is_replaced(owner: object, name: str) -> bool:
-        return (name in _REPLACED and any(owner is optimizer for optimizer in optimizers)) or (
-            name == "grad" and id(owner) in every
-        )
+        return name in _REPLACED and any(owner is optimizer for optimizer in optimizers)
 
-    def captured(body: Body) -> Capture:
-        found = capture(body, args, kwargs, unguarded=is_replaced)
+    def is_replaced_or_gradient(owner: object, name: str) -> bool:
+        if name == "grad" and id(owner) in every:
+            read.add(id(owner))
+            return True
+        return is_replaced(owner, name)
+
+    def captured(unguarded: Callable[[object, str], bool]) -> Capture:
+        with _without_updates(body, optimizers), _without_hooks():
+            found = capture(body, args, kwargs, unguarded=unguarded)
         if found is None:
             raise TraceError("it computes nothing with tensors")
+        for owner, _ in found.changed:
+            if any(owner is optimizer for optimizer in optimizers):
+                raise TraceError(f"it changes {type(owner).__name__} other than by step(), such as its learning rate")
+        numbers = {id(value) for each in optimizers for value in values(each) if isinstance(value, Tensor)}
+        if any(id(tensor) in numbers for tensor in found.tensors):
+            raise TraceError("it reads a hyperparameter of an optimizer that is a tensor")
         return found
 
     begins_without = have_no_gradients(every.values())
     with torch.enable_grad(), set_aside(every.values()):
-        body = Body(function, parameters, begins_without=False)
-        for parameter in every.values():  # does it read gradients that an earlier call has left?
+        for parameter in every.values():
             parameter.grad = torch.zeros_like(parameter)
-        with _without_updates(body, optimizers):
-            first = captured(body)
-        if not any(_is_gradient(item) for item in first.inputs):
-            return first, body
+        with_gradients = captured(is_replaced_or_gradient)
+        if not (adds := any(item.source.endswith(".grad") for item in with_gradients.inputs)) and not read:
+            return with_gradients, body
+        clear_gradients(every.values())
+        if not adds and _same_graph(with_gradients, captured(is_replaced_or_gradient)):
+            return with_gradients, body  # Dynamo's backward reads each gradient, also of what the loss does not reach
         if not begins_without:
             raise TraceError(_ADDS)
-        clear_gradients(every.values())
-        body = Body(function, parameters, begins_without=True)
-        with _without_updates(body, optimizers):
-            second = captured(body)
-    if second.leaves_gradients:
+        without_gradients = captured(is_replaced)
+    if without_gradients.leaves_gradients:
         raise TraceError(_ADDS)
-    return second, body
+    return without_gradients, body
+
+
+def _same_graph(one: Capture, other: Capture) -> bool:
+    inputs = [[item.source for item in captured.inputs] for captured in (one, other)]
+    return inputs[0] == inputs[1] and one.module.code == other.module.code
 
 
 _ADDS = "it adds to gradients that are there when it is called: call zero_grad() before each backward, or where it ends"
-
-
-def _is_gradient(item: Input) -> bool:
-    return item.source.endswith(".grad")
 
 
 _REPLACED = ("step", "zero_grad")
@@ -149,6 +170,7 @@ def _without_updates(body: Body, optimizers: Sequence[Optimizer]) -> Iterator[No
     before = [
         {name: vars(optimizer)[name] for name in _REPLACED if name in vars(optimizer)} for optimizer in optimizers
     ]
+    groups = [[dict(group) for group in each.param_groups] for each in optimizers]
     try:
         for index, optimizer in enumerate(optimizers):
             vars(optimizer).update(step=_step_of(body, index), zero_grad=_zero_grad_of(body, index))
@@ -158,6 +180,28 @@ def _without_updates(body: Body, optimizers: Sequence[Optimizer]) -> Iterator[No
             for name in _REPLACED:
                 vars(optimizer).pop(name, None)
             vars(optimizer).update(attributes)
+        for optimizer, entries in zip(optimizers, groups, strict=True):
+            for group, known in zip(optimizer.param_groups, entries, strict=True):
+                group.update(known)  # Dynamo sets ``capturable`` in a group that it traces
+
+
+@contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Refuse hooks that the function registers on parameters: Dynamo's ``backward()`` does not call them."""
+    from torch._dynamo.side_effects import SideEffects
+
+    thread, register = threading.get_ident(), SideEffects.register_hook
+
+    def refuse(self: Any, *args: Any) -> Any:
+        if threading.get_ident() == thread:
+            raise TraceError("it registers a hook on the gradient of a parameter")
+        return register(self, *args)
+
+    SideEffects.register_hook = refuse  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        SideEffects.register_hook = register  # type: ignore[method-assign]
 
 
 def _step_of(body: Body, index: int) -> Callable[[], None]:
@@ -246,8 +290,14 @@ def trace_function(captured: Capture, updates: Sequence[Update], modules: nn.Mod
     roles = list(Role)
     order = sorted(range(len(flat)), key=lambda at: (roles.index(names[at][0]), at))
     inputs: list[GraphInput] = [(*names[at], flat[at]) for at in order]
-    run = _Run(captured, updates, [order.index(at) for at in range(len(flat))])
-    program, constants = as_program(traced_below_autograd(run, inputs), inputs)
+    if have_hooks([tensor for tensor in captured.tensors if tensor.requires_grad]):
+        raise TraceError("a parameter has hooks on its gradient, which a graph would not call")
+    indices = [order.index(at) for at in range(len(flat))]
+    try:
+        graph = traced_below_autograd(_Run(captured, updates, indices, recomputes=True), inputs)
+    except RandomRecomputation:
+        graph = traced_below_autograd(_Run(captured, updates, indices, recomputes=False), inputs)
+    program, constants = as_program(graph, inputs)
     positions = {names[at]: at for at in order}
     sources: list[int | Tensor] = []
     for placeholder in program.placeholders:
@@ -259,8 +309,10 @@ def trace_function(captured: Capture, updates: Sequence[Update], modules: nn.Mod
 class _Run:
     """The function to trace: the captured graph on fake tensors, with the optimizers' updates in it."""
 
-    def __init__(self, captured: Capture, updates: Sequence[Update], indices: Sequence[int]) -> None:
-        self._captured, self._updates, self._indices = captured, updates, indices
+    def __init__(
+        self, captured: Capture, updates: Sequence[Update], indices: Sequence[int], *, recomputes: bool
+    ) -> None:
+        self._captured, self._updates, self._indices, self._recomputes = captured, updates, indices, recomputes
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
         """The outputs of the captured graph."""
@@ -269,9 +321,11 @@ class _Run:
         inputs = [next(fakes) for _ in self._captured.tensors]
         states = [[next(fakes) for _ in each.state.tensors] for each in self._updates]
         numbers = [*fakes]
-        interpreter = _StepInterpreter(self._captured.module, self._updates, states, numbers)
+        interpreter = _StepInterpreter(self._captured.module, self._recomputes, self._updates, states, numbers)
         with torch.enable_grad(), torch.autograd.set_detect_anomaly(True, check_nan=False):  # records the user's lines
             outputs = interpreter.run(*inputs)
+        if interpreter.recomputes_random:
+            raise RandomRecomputation
         if not all(isinstance(output, Tensor) for output in outputs):
             raise TraceError("the number of a tensor goes to Python: return the tensor instead")
         return [output.detach() for output in outputs]
@@ -283,11 +337,12 @@ class _StepInterpreter(Interpreter):
     def __init__(
         self,
         module: fx.GraphModule,
+        recomputes: bool,
         updates: Sequence[Update],
         states: Sequence[Sequence[Tensor]],
         numbers: Sequence[Tensor],
     ) -> None:
-        super().__init__(module, recomputes=True)
+        super().__init__(module, recomputes)
         self._updates, self._states, self._numbers = updates, states, numbers
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -161,7 +161,7 @@ def trace_step(step: Step, tensors: Tensors, modules: nn.Module) -> Traced:
     run = _Run(step, tensors, [indices[at] for at in first], recomputes=True)
     try:
         graph = traced_below_autograd(run, inputs)
-    except _RandomRecomputation:
+    except RandomRecomputation:
         run = _Run(step, tensors, [indices[at] for at in first], recomputes=False)
         graph = traced_below_autograd(run, inputs)
     program, constants = as_program(graph, inputs)
@@ -262,7 +262,7 @@ class _Run:
                 keep_lines(scaled)
                 gradients = list(map(_sum, gradients, torch.autograd.grad(scaled, trained, allow_unused=True)))
                 if interpreter.recomputes_random:
-                    raise _RandomRecomputation
+                    raise RandomRecomputation
         return [summed(losses), *(output.detach() for output in outputs[1:])], gradients
 
     def _update(self, rule: Update, fakes: Tensors) -> None:
@@ -301,7 +301,7 @@ def keep_lines(loss: Tensor) -> None:
                 node.register_prehook(lambda gradients, lines=lines: set_stack_trace(lines))
 
 
-class _RandomRecomputation(AutostreamError):  # noqa: N818 - control flow within this file, not an error
+class RandomRecomputation(AutostreamError):  # noqa: N818 - control flow within this file, not an error
     """A checkpointed part has random ops, which would give other numbers when they are recomputed."""
 
 
