@@ -610,7 +610,8 @@ def test_what_is_part_of_a_signature() -> None:
     with torch.enable_grad():
         assert entries(t(3, 4)) == 7
     same(fast.train()(t(3, 4)), model(t(3, 4)))
-    assert len(fast.reports) == 8, "its weights require no gradients any more"
+    old = torch.__version__ < (2, 13)  # whose guards skip weights in calls without gradients
+    assert len(fast.reports) == (7 if old else 8), "its weights require no gradients any more"
 
 
 @torch.no_grad()

@@ -71,7 +71,18 @@ QUESTIONS = {
 }
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
+OLD = torch.__version__ < (2, 13)
+"""Where calls without gradients, as those of ``torch.compile``, do not notice that a weight's ``requires_grad`` changes
+(docs/differences.md)."""
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(OLD and name == "a weight's requires_grad", reason="torch 2.11"))
+        for name in QUESTIONS
+    ],
+)
 def test_autograd_flags_that_a_model_reads_are_those_of_the_call(question: str) -> None:
     model = Asking(QUESTIONS[question]).eval()
     fast = optimize(model)
