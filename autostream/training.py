@@ -1,12 +1,13 @@
 """``train_step``: a whole training step, forward to ``zero_grad``, as one scheduled graph; ``step``: any other one.
 
-    call ──▶ like the last one? ──▶ StepReplay (fast path)
+    call ──▶ like a recent one? ──▶ replay
               │ no
               ├─▶ does the optimizer create state in this step? ──▶ eager step; the next one is captured
-              └─▶ Graphs of the whole step ──▶ Graphs of forward and backward ──▶ eager step
-                         refused ──┘                   refused ──┘
+              └─▶ graphs of the whole step ──▶ graphs of forward and backward ──▶ eager step
+                         refused ──┘                    refused ──┘
 
-A function that ``step`` decorates is captured whole, or runs as it is written (``dispatch/step_functions.py``).
+``train_step`` writes out the two steps that it captures (``frontend/training_steps.py``); a function that ``step``
+decorates is captured whole, or runs as it is written (``dispatch/step_functions.py``).
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from torch.optim import Optimizer
 
 from autostream.dispatch.dispatcher import Dispatcher
 from autostream.dispatch.step_functions import StepFunction
-from autostream.dispatch.step_graphs import Done, Graphs
-from autostream.dispatch.step_replay import StepReplay, replay_of
-from autostream.dispatch.steps import Gradients, Step
+from autostream.dispatch.step_graphs import Done, Refusal
+from autostream.dispatch.steps import Step, graphs_of
 from autostream.errors import TargetError
+from autostream.frontend.averages import differing_buffers
 from autostream.frontend.losses import Loss
 from autostream.frontend.model_proxy import proxy_of
 from autostream.frontend.modules import name_of
-from autostream.frontend.optimizers import TRACED, has_own_zero_grad, obstacle, takes_closure
-from autostream.frontend.parameters import leave_no_gradients, parameters_of, stateless
+from autostream.frontend.optimizers import TRACED, obstacle, takes_closure
+from autostream.frontend.parameters import stateless
+from autostream.frontend.training_steps import Gradients
 from autostream.fusion.inductor import check_level, check_settings
 from autostream.ir import Decision
 from autostream.options import Options, StepOptions, disabled
@@ -236,18 +238,16 @@ class TrainStep:
         self, model: nn.Module, optimizer: Optimizer, loss_fn: Callable[..., Any], options: StepOptions
     ) -> None:
         self._parts = model, optimizer, loss_fn, options
-        self._step = Step(Loss(loss_fn, model), optimizer, options)
+        self._step = step = Step(Loss(loss_fn, model), optimizer, options)
         self.input_buffers, self.disabled = BufferTable(), disabled()
         reason = _eager_optimizer_reason(optimizer, options)
-        self._graphs = [
-            Graphs(self._step, self.input_buffers, whole=whole) for whole in (True, False) if not (whole and reason)
-        ]
+        self._whole = None if reason else graphs_of(step, self.input_buffers, whole=True)
+        self._backward = graphs_of(step, self.input_buffers, whole=False)
         self._eager_optimizer = {reason: Decision("", _EAGER_OPTIMIZER, reason)} if reason else {}
         self._eager: dict[str, Decision] = {}
         self._takes_closure = takes_closure(optimizer)
         self._stateless: frozenset[int] = frozenset()
         """Parameters that have no state after an eager step: those of plain SGD, and unused ones."""
-        self._replay: StepReplay | None = None
         self._has_run = False
 
     def __call__(self, *batch: Any) -> Any:
@@ -266,54 +266,56 @@ class TrainStep:
         return result
 
     def _run(self, batch: tuple[Any, ...]) -> Any:
-        step, replay = self._step, self._replay
-        if replay is not None and replay.whole and (tensors := replay.fits(batch)) is not None:
-            result, _ = replay(tensors, batch)
-            leave_no_gradients(replay.parameters)
-            return result
+        step, whole = self._step, self._whole
+        if whole is not None and (done := whole.replayed(batch, {})) is not None:
+            return done.result
         if self._takes_closure:
-            return step.minimize(lambda: self._differentiated(batch))  # type: ignore[arg-type, return-value]
+            return step.minimize(lambda: self._differentiated(batch, []))
         step.zero_gradients()
-        if self._graphs[0].whole and not self.disabled and not self._stateful():
+        if whole is None or self.disabled:
+            return step.complete(*self._differentiated(batch, []))
+        if not stateless(step.optimizer) <= self._stateless:
             result = step.complete(*step.differentiate(batch))
             self._stateless = stateless(step.optimizer)
             return result
-        result, gradients = self._differentiated(batch)
-        if gradients is not None:
-            return step.complete(result, gradients)
-        if not has_own_zero_grad(step.optimizer):
-            leave_no_gradients(parameters_of(step.optimizer))
-        return result
+        step.check(batch)
+        tried = self._average_obstacle() or whole(batch, {})
+        if isinstance(tried, Refusal):
+            return step.complete(*self._differentiated(batch, [tried]))
+        return tried.result
 
-    def _stateful(self) -> bool:
-        """Whether the optimizer has created the state that it keeps for each parameter."""
-        return stateless(self._step.optimizer) <= self._stateless
+    def _average_obstacle(self) -> Refusal | None:
+        average, model = self._step.average, self._step.model
+        if average is None or not (names := differing_buffers(average, model)):
+            return None
+        return Refusal(f"the average has no buffer {names[0]} as the model has it, and a graph makes none")
 
-    def _differentiated(self, batch: tuple[Any, ...]) -> tuple[Any, Gradients | None]:
-        """The result of a step, and the gradients, unless the optimizer's update has been done."""
-        replay = self._replay
-        if replay is not None and not replay.whole and (tensors := replay.fits(batch)) is not None:
-            return replay(tensors, batch)
-        if replay is not None:
-            replay.end()
-            self._replay = None
+    def _differentiated(self, batch: tuple[Any, ...], refused: list[Refusal]) -> tuple[Any, Gradients]:
+        """The result of a step, and the gradients.
+
+        Args:
+            batch: of the step.
+            refused: why no graph computes the whole step.
+        """
+        step = self._step
         if self.disabled:
-            return self._step.differentiate(batch)
-        reasons: list[str] = []
-        for graphs in self._graphs:
-            done = graphs(batch)
-            if isinstance(done, Done):
-                self._report(self._eager_optimizer, reasons, _EAGER_OPTIMIZER)
-                self._replay = replay_of(graphs, done)
-                return done.result, done.gradients
-            reasons.append(done.reason)
-            if done.full:
-                self._report(self._eager, reasons, "plain")
-                return self._step.differentiate(batch)
+            return step.differentiate(batch)
+        step.check(batch)
+        if not any(refusal.full for refusal in refused):
+            tried = self._backward((step.scale(), *batch), {})
+            if isinstance(tried, Done):
+                self._report(self._eager_optimizer, [refusal.reason for refusal in refused], _EAGER_OPTIMIZER)
+                result, gradients = tried.result
+                return result, gradients
+            refused = [*refused, tried]
+        reasons = [refusal.reason for refusal in refused]
+        if any(refusal.full for refusal in refused):
+            self._report(self._eager, reasons, "plain")
+            return step.differentiate(batch)
         try:
             result, mode = self._run_eagerly(batch)
         except Exception:  # capturing has failed for the same reason, which may not hold for the next batch
-            for graphs in self._graphs:
+            for graphs in filter(None, (self._whole, self._backward)):
                 graphs.forget_refusals()
             raise
         self._report(self._eager, reasons, mode)
@@ -363,9 +365,10 @@ class TrainStep:
         The refusals of the latter two say why no more of the step is in a graph.
         """
         reports = list[Report]()
-        for graphs in self._graphs:
-            refusals = () if graphs.whole else tuple(self._eager_optimizer.values())
-            reports += (replace(report, refusals=(*refusals, *report.refusals)) for report in graphs.reports)
+        if self._whole is not None:
+            reports += self._whole.reports
+        refusals = tuple(self._eager_optimizer.values())
+        reports += (replace(report, refusals=(*refusals, *report.refusals)) for report in self._backward.reports)
         scheduled = tuple(decision for decision in self._eager.values() if decision.choice == _EAGER_LOSS)
         reports += (
             replace(report, refusals=(*scheduled, *report.refusals)) for report in self._model.reports if scheduled

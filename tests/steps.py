@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autostream.dispatch.step_graphs import Call, Graphs, trace
-from autostream.dispatch.steps import Step
+from autostream.dispatch.step_graphs import Call, trace
+from autostream.dispatch.steps import Step, graphs_of
 from autostream.frontend.losses import Loss
 from autostream.ir import Program
 from autostream.options import StepOptions
@@ -33,11 +33,11 @@ def run(step: Step, batch: Batch) -> Any:
 @torch.no_grad()
 def traced(step: Step, batch: Batch, *, whole: bool = True) -> tuple[Program, list[Tensor]]:
     """The program of a step whose optimizer has its state, and the program's arguments."""
-    graphs = Graphs(step, BufferTable(), whole=whole)
-    call = graphs.call(batch)
+    graphs = graphs_of(step, BufferTable(), whole=whole)
+    call = graphs.call(batch if whole else (step.scale(), *batch), {})
     assert isinstance(call, Call), call
-    _, step_program, tensors = trace(graphs, call)
-    return step_program.program, step_program.arguments(tensors)
+    captured, step_program = trace(graphs, call)
+    return step_program.program, step_program.arguments(captured.tensors, call.updates)
 
 
 def program_of(

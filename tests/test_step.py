@@ -534,9 +534,23 @@ def hooks_of_its_own(model: nn.Module, optimizer: Optimizer) -> Update:
     return update
 
 
+def gradients_that_share_memory(model: nn.Module, optimizer: Optimizer) -> Update:
+    """One tensor, an argument at that, is the gradient of two parameters. Clipping writes both gradients in place."""
+
+    def update(x: Tensor, at: int) -> Tensor:
+        optimizer.zero_grad()
+        given = x[0]
+        (model[0].bias + model[0].weight.sum(0)).backward(given)
+        nn.utils.clip_grad_value_(model.parameters(), 0.5)
+        optimizer.step()
+        return x.sum() + given.sum()
+
+    return update
+
+
 HABITS = (
     *(gradients_stay, cleared_at_first_of_three, backward_and_step_in_turns, checkpointed, rate_set_inside),
-    *(asks_for_gradients, returns_none, by_hand, hooks_of_its_own),
+    *(asks_for_gradients, returns_none, by_hand, hooks_of_its_own, gradients_that_share_memory),
 )
 
 

@@ -1,25 +1,27 @@
 """Compiled training steps: a cache of scheduled graphs, looked up by key and guards.
 
-    batch, optimizer ──▶ key ──▶ an entry whose guards hold ──▶ ScheduledProgram ──▶ result, gradients
-                                   │ none
-                                   └─▶ capture the loss ──▶ trace the step ──▶ ScheduledProgram
+    call, optimizers ──▶ like a recent call? ──▶ StepReplay (fast path)
+                          │ no
+                          └─▶ key ──▶ an entry whose guards hold ──▶ ScheduledProgram ──▶ Dynamo's bytecode: result
+                                        │ none
+                                        └─▶ capture ──▶ trace ──▶ ScheduledProgram
 
 Where capturing or tracing fails, there is a ``Refusal`` instead, and the caller falls back.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as nn_module
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdRef
 
 from autostream.dispatch.admission import Admission
@@ -27,30 +29,28 @@ from autostream.dispatch.compiled_graph import section
 from autostream.dispatch.optimized_callable import OptimizedCallable
 from autostream.dispatch.paranoid import compared
 from autostream.dispatch.scheduled_program import Label, ModelContext, NoSchedule, ScheduledProgram
-from autostream.dispatch.steps import Step
-from autostream.errors import AutostreamError, OptionError, TargetError, TraceError, first_line
-from autostream.frontend.averages import differing_buffers, pairs_of
-from autostream.frontend.batches import Batch, divided
-from autostream.frontend.captured_loss import CapturedLoss
-from autostream.frontend.eager_only import anomaly_detection, has_torchscript, unusual_call, unusual_tensor
+from autostream.dispatch.step_replay import StepReplay, circumstances
+from autostream.errors import AutostreamError, FastPathError, OptionError, TargetError, TraceError, first_line
+from autostream.frontend.batches import detached
+from autostream.frontend.capture import Capture
+from autostream.frontend.eager_only import has_torchscript, unusual_call, unusual_tensor
 from autostream.frontend.inputs import aliases_of, described
-from autostream.frontend.modules import name_of
-from autostream.frontend.optimizers import Hyperparameters, obstacle
-from autostream.frontend.parameters import State, have_hooks, parameters_of, state_of
-from autostream.frontend.saved_tensors import hooks_are_set
+from autostream.frontend.optimizers import Hyperparameters, groups_of, obstacle
+from autostream.frontend.parameters import have_hooks, have_no_gradients, parameters_of, state_of
 from autostream.frontend.settings import numerics
-from autostream.frontend.steps import Step as Traceable
-from autostream.frontend.steps import Tensors, Traced, Update, trace_step
-from autostream.frontend.tree import Structure, flatten, unflatten
+from autostream.frontend.step_capture import Body, capture_step
+from autostream.frontend.steps import HOOKED, Traced, Update, trace_step
+from autostream.frontend.tree import Structure, flatten
 from autostream.ir import Role
-from autostream.options import paranoid
+from autostream.options import Options, paranoid
 from autostream.reporting.report import Report
 from autostream.runtime.cuda_graph import GraphPools
 from autostream.runtime.input_buffers import BufferTable
 from autostream.utils.locks import preparing
 from autostream.utils.stopwatch import Stopwatch
 
-log = logging.getLogger(__name__)
+_MOST_REPLAYS = 4
+"""How many kinds of calls have a fast path."""
 
 
 class Key(NamedTuple):
@@ -60,18 +60,18 @@ class Key(NamedTuple):
     kinds: Hashable
     aliases: Hashable
     numerics: Hashable
-    training: bool
     parameters: Hashable
     trained: bytes
-    groups: Structure | None
+    groups: tuple[Structure, ...]
     state: Hashable
 
     def difference(self, other: Key) -> str:
         """The difference from another key, in words; ``""`` if there is none."""
         words = [what for name, what in _WORDS.items() if getattr(self, name) != getattr(other, name)]
-        if self.groups and other.groups:
-            pairs = zip(self.groups.children or (), other.groups.children or (), strict=False)
-            words += dict.fromkeys(name for group, other_group in pairs for name in _changed(group, other_group))
+        groups, others = (chain.from_iterable(each.children or () for each in key.groups) for key in (self, other))
+        words += dict.fromkeys(
+            name for group, later in zip(groups, others, strict=False) for name in _changed(group, later)
+        )
         return ", ".join(words)
 
 
@@ -80,7 +80,6 @@ _WORDS = {
     "kinds": "shapes, strides, dtypes or devices",
     "aliases": "which tensors share memory",
     "numerics": "autocast, precisions or other numerics",
-    "training": "the training mode",
     "parameters": "the optimizer's parameters",
     "trained": "what requires gradients",
     "state": "the optimizer's state",
@@ -89,8 +88,8 @@ _WORDS = {
 
 def _changed(group: Structure, other: Structure) -> Iterator[str]:
     """The names of hyperparameters that differ in two groups."""
-    other_values = dict(zip(cast(Batch, other.context), other.children or (), strict=True))
-    values = zip(cast(Batch, group.context), group.children or (), strict=True)
+    other_values = dict(zip(cast(tuple[Any, ...], other.context), other.children or (), strict=True))
+    values = zip(cast(tuple[Any, ...], group.context), group.children or (), strict=True)
     return (name for name, value in values if other_values.get(name) != value)
 
 
@@ -99,22 +98,27 @@ class Call:
     """A call of a training step.
 
     Attributes:
-        batch: its arguments.
-        tensors: of the batch.
-        parameters: of the optimizer.
-        state: of the optimizer, if the update is part of the graph.
-        averages: the average's tensors and the model's, alternating, if they are part of the graph.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        tensors: in these.
+        parameters: of each optimizer.
+        updates: of each optimizer that the step updates.
         key: its signature.
-        label: the signature in words, for reports.
+        begins_without: whether the parameters have no gradients that the step could read.
     """
 
-    batch: Batch
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     tensors: list[Tensor]
-    parameters: list[Tensor]
-    state: State
-    averages: list[Tensor]
+    parameters: list[list[Tensor]]
+    updates: list[Update]
     key: Key
-    label: str
+    begins_without: bool
+
+    @property
+    def every(self) -> list[Tensor]:
+        """The parameters of all optimizers."""
+        return [*chain.from_iterable(self.parameters)]
 
 
 @dataclass(frozen=True)
@@ -122,18 +126,10 @@ class Done:
     """A step that a graph has run.
 
     Attributes:
-        result: what ``loss_fn`` returned, detached.
-        gradients: of the optimizer's parameters; ``None`` if the graph has updated them.
-        entry: the compiled step.
-        call: the call.
-        tensors: the tensors of the call.
+        result: what it returned.
     """
 
     result: Any
-    gradients: list[Tensor | None] | None
-    entry: Entry
-    call: Call
-    tensors: Tensors
 
 
 @dataclass(frozen=True)
@@ -143,73 +139,93 @@ class Refusal:
     Attributes:
         reason: for reports.
         full: whether there are too many graphs, so that none of a part of the step may be captured either.
+        begins_without: of the refused call.
     """
 
     reason: str
     full: bool = False
+    begins_without: bool = True
 
-    def matches(self, call: Call) -> bool:
-        """True: capturing a step with the same key would fail again."""
-        return True
+    def inputs(self, call: Call) -> Sequence[Tensor] | None:
+        """``()`` if capturing the call would fail again, ``None`` if it may not."""
+        return () if call.begins_without == self.begins_without else None
 
-    def failed(self, batch: Batch) -> str:
+    def failed(self, call: Call) -> str:
         """``""``: it has no guards."""
         return ""
 
 
-class Graphs:
+class StepGraphs:
     """The compiled graphs of a training step.
 
     Args:
-        step: the eager step.
-        input_buffers: buffers that captured graphs may read in place.
-        whole: whether clipping, the optimizer's update and the average are part of the graphs.
-
-    Attributes:
+        body: the step.
+        optimizers: whose parameters the step differentiates.
+        options: how to schedule it.
         name: in reports.
-        hyperparameters: of the optimizer.
-        replayed: the key of the steps that the fast path has run since the last call, and their number.
+        modules: makes one module with all modules of the step, for the names of tensors in reports.
+        eager: runs the step eagerly.
+        input_buffers: buffers that captured graphs may read in place.
+        updates: whether the step calls the optimizers' ``step``.
     """
 
-    def __init__(self, step: Step, input_buffers: BufferTable, *, whole: bool) -> None:
-        self.step, self.whole = step, whole
-        self.name = f"{name_of(step.model)}, {'TrainingStep' if whole else 'Backward'}"
-        self.hyperparameters = Hyperparameters(step.optimizer)
-        context = ModelContext(step.options, GraphPools(), input_buffers)
-        self._context = replace(context, make_section=partial(section, context, self.name))
-        self._admission = Admission[list["Entry | Refusal"]](step.options.max_signatures)
-        self._lock, self.paranoid = threading.RLock(), paranoid()
-        self.replayed: tuple[Key, int] | None = None
+    def __init__(
+        self,
+        body: Body,
+        optimizers: Sequence[Optimizer],
+        options: Options,
+        name: str,
+        modules: Callable[[], nn.Module],
+        eager: Callable[..., Any],
+        input_buffers: BufferTable,
+        *,
+        updates: bool = True,
+    ) -> None:
+        self.body, self.optimizers, self.options, self.name = body, optimizers, options, name
+        self.modules, self.eager = modules, eager
+        self.updated = optimizers if updates else ()
+        self.hyperparameters = [Hyperparameters(optimizer) for optimizer in self.updated]
+        context = ModelContext(options, GraphPools(), input_buffers)
+        self.context = replace(context, make_section=partial(section, context, name))
+        self._admission = Admission[list["Entry | Refusal"]](options.max_signatures)
+        self._lock, self._paranoid = threading.RLock(), paranoid()
+        self._replays: list[StepReplay] = []
 
-    def __call__(self, batch: Batch) -> Done | Refusal:
-        """Run the step, or its forward and backward.
+    def replayed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Done | None:
+        """The step, if it is like a recent one, by its fast path."""
+        for replay in self._replays:
+            if (tensors := replay.fits(args, kwargs)) is not None:
+                return Done(replay(tensors, args, kwargs))
+        return None
 
-        Returns:
-            The step, or why no graph computes it.
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Done | Refusal:
+        """Run the step, or say why no graph computes it.
 
         Raises:
-            TargetError: the batch cannot be divided into equal parts, or the average or the optimizer belongs to
-                another model.
             TraceError: no graph computes it, and ``strict=True``.
         """
-        call = self.call(batch)
+        if (done := self.replayed(args, kwargs)) is not None:
+            return done
+        for replay in self._replays:
+            self._admission.hit(replay.key, replay.count())
+        self._replays = [replay for replay in self._replays if replay.is_current()]  # others hold memory for nothing
+        call = self.call(args, kwargs)
         if isinstance(call, Refusal):
-            return call
-        if self.replayed is not None:
-            self._admission.hit(*self.replayed)
-            self.replayed = None
-        entry = self._entry(call) or self._new_entry(call)
+            return self._refused(call)
+        self.body.parameters = call.parameters
+        entry, inputs = self._entry(call) or self._new_entry(call)
         if isinstance(entry, Refusal):
-            return self._refusal(entry.reason, full=entry.full)
-        tensors = self.tensors(call, entry.loss.held_now(batch))
+            return self._refused(entry)
+        if have_hooks([tensor for tensor in inputs if tensor.requires_grad]):
+            return self._refused(Refusal(HOOKED))
         try:
-            if self.paranoid:
-                result, gradients = self._compared(entry, call, tensors)
-            else:
-                result, gradients = entry.run(tensors, batch)
+            if self._paranoid:
+                return Done(self._compared(entry, call, inputs))
+            result = entry.run(call, inputs)
         except NoSchedule as reason:
-            return self._refusal(str(reason))
-        return Done(result, gradients, entry, call, tensors)
+            return self._refused(Refusal(str(reason)))
+        self._add_replay(entry, call, inputs)
+        return Done(result)
 
     def forget_refusals(self) -> None:
         """Capture refused steps again when they come again: they may have failed because of an error of the caller."""
@@ -226,112 +242,95 @@ class Graphs:
         entries = chain.from_iterable(map(reversed, reversed(self._admission.entries.values())))
         return tuple(entry.scheduled.report for entry in entries if isinstance(entry, Entry))
 
-    def tensors(self, call: Call, held: Sequence[Tensor]) -> Tensors:
-        """All inputs of a step.
-
-        Args:
-            call: the step.
-            held: the tensors that the captured loss reads besides the batch.
-        """
-        numbers = self.numbers(call.parameters)
-        return Tensors(held, call.parameters, call.state.tensors, call.averages, call.tensors, numbers)
-
-    def numbers(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The numbers that may change in each step, such as learning rates, in one tensor."""
-        if not self.whole:
-            return self.step.numbers()
-        return [self.hyperparameters.numbers(parameters[0].device)]
-
-    def _refusal(self, reason: str, *, full: bool = False) -> Refusal:
-        if self.step.options.strict:
-            raise TraceError(reason)
-        return Refusal(reason, full)
-
-    def call(self, batch: Batch) -> Call | Refusal:
-        """The call of a step with this batch, or why no graph would compute it.
-
-        Raises:
-            TargetError: as calling raises it.
-            TraceError: no graph would compute it, and ``strict=True``.
-        """
-        step, parameters = self.step, parameters_of(self.step.optimizer)
-        step.check_average()
-        step.loss.check(len(batch))
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | Refusal:
+        """The call of a step with these arguments, or why no graph would compute it."""
         try:
-            tensors, structure = flatten(batch)
+            tensors, structure = flatten((args, kwargs))
         except TraceError as error:
-            return self._refusal(str(error))
-        reason = unusual_call() or unusual_tensor(tensors) or circumstances() or self._obstacle(parameters, tensors)
-        if reason:
-            return self._refusal(reason)
-        groups: Structure | None = None
-        state, averages = State((), []), list[Tensor]()
-        if self.whole:
-            groups, reason = self.hyperparameters.refresh()
-            state_or_reason = state_of(step.optimizer, parameters)
-            if reason or isinstance(state_or_reason, str):
-                return self._refusal(reason or str(state_or_reason))
-            state = state_or_reason
-            if step.average is not None:
-                if names := differing_buffers(step.average, step.model):
-                    reason = f"the average has no buffer {names[0]} as the model has it, and a graph makes none"
-                    return self._refusal(reason)
-                averages = [*chain.from_iterable(chain(*pairs_of(step.average, step.model)))]
-        sizes = tuple(len(group["params"]) for group in step.optimizer.param_groups)
+            return Refusal(str(error))
+        parameters = [parameters_of(optimizer) for optimizer in self.optimizers]
+        every = [*chain.from_iterable(parameters)]
+        if reason := self._obstacle(every, tensors):
+            return Refusal(reason)
+        updates, groups = [], []
+        for optimizer, known in zip(self.updated, self.hyperparameters, strict=True):
+            own = parameters_of(optimizer)
+            group, reason = known.refresh()
+            state = state_of(optimizer, own)
+            if group is None or isinstance(state, str):
+                return Refusal(reason or str(state))
+            device = own[0].device if own else torch.device("cpu")
+            groups.append(group)
+            updates.append(Update(optimizer, groups_of(optimizer, known.inputs), state, known.numbers(device)))
+        states = [*chain.from_iterable(each.state.tensors for each in updates)]
+        sizes = tuple(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
         key = Key(
             structure,
-            tuple(map(_kind, tensors)),
-            aliases_of([*parameters, *state.tensors, *averages, *tensors]),
+            tuple(map(kind_of, tensors)),
+            aliases_of([*every, *states, *tensors]),
             numerics(),
-            step.model.training,
-            (sizes, *map(WeakIdRef, parameters)),
-            bytes(map(_REQUIRES_GRADIENTS, parameters)),
-            groups,
-            (state.names, *map(_kind, state.tensors), *map(_kind, averages)),
+            (sizes, *map(WeakIdRef, every)),
+            bytes(map(_REQUIRES_GRADIENTS, every)),
+            tuple(groups),
+            (*(each.state.names for each in updates), *map(kind_of, states)),
         )
-        label = f"{described(tensors)}, {'train' if step.model.training else 'eval'}"
-        return Call(batch, tensors, parameters, state, averages, key, label)
+        begins_without = not self.body.takes_gradients or have_no_gradients(every)
+        return Call(args, kwargs, tensors, parameters, updates, key, begins_without)
 
     def _obstacle(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> str:
+        if reason := unusual_call() or unusual_tensor(tensors) or circumstances():
+            return reason
         if any(map(_REQUIRES_GRADIENTS, tensors)):
             return "a tensor of the batch requires gradients, and a graph would compute none"
         if have_hooks(parameters):
-            return "a parameter has hooks on its gradient, which a graph would not call"
+            return HOOKED
         if not any(map(_REQUIRES_GRADIENTS, parameters)):
             return "the optimizer has no parameters that require gradients"
-        return obstacle(self.step.optimizer) if self.whole else ""
+        if len(set(map(id, parameters))) < sum(len(set(map(id, parameters_of(each)))) for each in self.optimizers):
+            return "a parameter belongs to two optimizers"
+        return next(filter(None, map(obstacle, self.updated)), "")
 
-    def _entry(self, call: Call) -> Entry | Refusal | None:
-        """The entry or the refusal with this key whose guards hold."""
+    def _refused(self, refusal: Refusal) -> Refusal:
+        if self.options.strict:
+            raise TraceError(refusal.reason)
+        return refusal
+
+    def _entry(self, call: Call) -> tuple[Entry | Refusal, Sequence[Tensor]] | None:
+        """The entry or the refusal with this key whose guards hold, and the inputs of its graph."""
         for entry in self._admission.entries.get(call.key, ()):
-            if entry.matches(call):
+            if (inputs := entry.inputs(call)) is not None:
                 self._admission.hit(call.key)
-                return entry
+                return entry, inputs
         return None
 
-    def _new_entry(self, call: Call) -> Entry | Refusal:
+    def _new_entry(self, call: Call) -> tuple[Entry | Refusal, Sequence[Tensor]]:
         with self._lock, preparing:
-            if entry := self._entry(call):  # another thread has compiled it
-                return entry
+            if known := self._entry(call):  # another thread has compiled it
+                return known
             if reason := self._full(call):
                 self._admission.miss(call.key)
-                return Refusal(reason, full=True)
+                return Refusal(reason, full=True), ()
             try:
-                new: Entry | Refusal = Entry(self, call, self._context)
+                new: Entry | Refusal = Entry(self, call)
+                inputs = new.inputs(call)
+                assert inputs is not None, "the guards hold for the call that was captured"
             except (OptionError, TargetError):
                 raise
             except Exception as error:
-                if self.step.options.strict:
+                if self.options.strict:
                     raise
-                expected = isinstance(error, AutostreamError)
-                new = Refusal(str(error) if expected else f"it cannot be scheduled: {first_line(error)}")
+                expected = isinstance(error, AutostreamError | FastPathError)
+                reason = (
+                    str(error).partition("\n\nWhile")[0] if expected else f"it cannot be scheduled: {first_line(error)}"
+                )
+                new, inputs = Refusal(reason, begins_without=call.begins_without), ()
             self._admission.add(call.key, [*self._admission.entries.get(call.key, []), new])
-            return new
+            return new, inputs
 
     def _full(self, call: Call) -> str:
         """Why no graph may be captured now, and how the step differs from earlier ones; ``""`` if one may be."""
         count = sum(map(len, self._admission.entries.values()))
-        reason, most = self._admission.refusal(call.key), self.step.options.max_signatures
+        reason, most = self._admission.refusal(call.key), self.options.max_signatures
         evicts = not reason and len(self._admission.entries) >= most
         if count >= most and not evicts:
             reason = "it has as many schedules as max_signatures allows"
@@ -339,33 +338,28 @@ class Graphs:
             return ""
         if not count:
             return reason
-        latest = next(reversed(self._admission.entries))
         entries = self._admission.entries.get(call.key)
         if entries is None:
+            latest = next(reversed(self._admission.entries))
             return f"{reason}, and meets another: {call.key.difference(cast(Key, latest))} changed"
-        return f"{reason}, and meets another, since {entries[-1].failed(call.batch)}"
+        failed = entries[-1].failed(call)
+        return f"{reason}, and meets another{failed and ', since '}{failed}"
 
-    def _compared(self, entry: Entry, call: Call, tensors: Tensors) -> Any:
-        """The result and gradients of a run that was compared with the eager step."""
-        eager = _EagerStep(self, call)
-        batch = call.batch
-        if self.whole:
-            return compared(eager, lambda: entry.run(tensors, batch)[0], call.tensors, batch, {}), None
-        return compared(eager, lambda: entry.run(tensors, batch), call.tensors, batch, {})
+    def _compared(self, entry: Entry, call: Call, inputs: Sequence[Tensor]) -> Any:
+        """The result of a run that was compared with the eager step."""
+        eager = _EagerStep(self, call, inputs)
+        return compared(eager, lambda: entry.run(call, inputs), call.tensors, call.args, call.kwargs)
 
-
-def circumstances() -> str:
-    """The global hook or mode that a graph of a backward would ignore, in words, or ``""``."""
-    if hooks_are_set():
-        return "hooks of saved tensors are set, and a graph saves none"
-    if nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks:
-        return "a submodule has backward hooks, which a graph would not call"
-    if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
-        return "hooks of all modules are registered, which a graph would not call"
-    return anomaly_detection()
+    def _add_replay(self, entry: Entry, call: Call, inputs: Sequence[Tensor]) -> None:
+        try:
+            replay = StepReplay(self, entry, call, inputs)
+        except NoSchedule:
+            return
+        self._replays = [replay, *(each for each in self._replays if each.entry is not entry)][:_MOST_REPLAYS]
 
 
-def _kind(tensor: Tensor) -> Hashable:
+def kind_of(tensor: Tensor) -> Hashable:
+    """What a graph is compiled for."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
@@ -375,56 +369,34 @@ _REQUIRES_GRADIENTS = attrgetter("requires_grad")
 class _EagerStep(nn.Module):
     """The eager step as a module whose parameters and buffers are all tensors that it may write."""
 
-    def __init__(self, graphs: Graphs, call: Call) -> None:
+    def __init__(self, graphs: StepGraphs, call: Call, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.step_modules, self._graphs = graphs.step.modules, graphs
-        for (at, name), value in zip(call.state.names, call.state.tensors, strict=True):
-            self.register_buffer(f"{name}_{at}", value)
+        self.step_modules, self._graphs = graphs.modules(), graphs
+        known = set(map(id, chain(self.parameters(), self.buffers(), call.tensors)))
+        states = chain.from_iterable(each.state.tensors for each in call.updates)
+        for at, tensor in enumerate(chain(states, inputs)):
+            if id(tensor) not in known:
+                self.register_buffer(f"tensor_{at}", tensor)
 
     def _get_name(self) -> str:
         return self._graphs.name
 
-    def forward(self, *batch: Any) -> Any:
-        step = self._graphs.step
-        result, gradients = step.differentiate(batch)
-        return step.complete(result, gradients) if self._graphs.whole else (result, gradients)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._graphs.eager(*args, **kwargs)
 
 
-def trace(graphs: Graphs, call: Call) -> tuple[CapturedLoss, Traced, Tensors]:
-    """Capture the loss of a step, and trace the step.
-
-    Returns:
-        The captured loss, the traced step, and its inputs.
+def trace(graphs: StepGraphs, call: Call) -> tuple[Capture, Traced]:
+    """Capture and trace a step.
 
     Raises:
-        TargetError: the optimizer has parameters of neither the model nor the loss.
-        TraceError: no graph computes the step.
+        TraceError: no graph computes it.
     """
-    step = graphs.step
-    if reason := _uncapturable(step.modules):
+    modules = graphs.modules()
+    if reason := _uncapturable(modules):
         raise TraceError(reason)
-    loss = CapturedLoss(step.loss, call.batch, step.options.microbatches)
-    if graphs.whole and step.average is not None and loss.captured.effects:
-        raise TraceError("loss_fn changes Python objects, which the average may have to follow")
-    held, trained = loss.held, set(map(id, call.parameters))
-    if have_hooks([tensor for tensor in held if id(tensor) not in trained and tensor.requires_grad]):
-        raise TraceError(
-            "a parameter that is not the optimizer's has hooks on its gradient, which a graph would not call"
-        )
-    tensors = graphs.tensors(call, held)
-    traceable = Traceable(
-        loss.captured,
-        loss.takes,
-        divided(call.tensors),
-        step.options.microbatches,
-        [*map(bool, call.key.trained)],
-        step.scaler is not None,
-        _update_of(step, call) if graphs.whole else None,
-    )
-    traced = trace_step(traceable, tensors, step.modules)
-    if not all(traced.reached):
-        step.check_parameters()
-    return loss, traced, tensors
+    graphs.body.parameters = call.parameters
+    captured = capture_step(graphs.body, graphs.updated, call.args, call.kwargs)
+    return captured, trace_step(captured, call.updates, modules)
 
 
 def _uncapturable(modules: nn.Module) -> str:
@@ -438,65 +410,67 @@ def _uncapturable(modules: nn.Module) -> str:
     return ""
 
 
-def _update_of(step: Step, call: Call) -> Update:
-    """What a whole step does with its gradients."""
-    assert call.key.groups, "whole steps have groups"
-    averaged = len([*step.average.parameters()]) if step.average is not None else 0
-    sizes = [len(group["params"]) for group in step.optimizer.param_groups]
-    groups, options = unflatten(call.key.groups, ()), step.options
-    return Update(step.optimizer, groups, sizes, call.state.names, options.max_norm, averaged, options.decay)
-
-
 class Entry:
     """A compiled step.
 
     Args:
         graphs: the cache that it belongs to.
         call: the call to compile it for.
-        context: of the graphs.
 
     Attributes:
-        loss: the captured loss, with its guards.
+        captured: the captured step, without its tensors.
         traced: the traced step.
         scheduled: runs the step's program.
 
     Raises:
-        TargetError: the optimizer has parameters of neither the model nor the loss.
         TraceError: no graph computes the step.
     """
 
-    def __init__(self, graphs: Graphs, call: Call, context: ModelContext) -> None:
+    def __init__(self, graphs: StepGraphs, call: Call) -> None:
         stopwatch = Stopwatch()
         with stopwatch("trace"):
-            self.loss, self.traced, tensors = trace(graphs, call)
-        self._trained, self._whole, self._kinds = call.key.trained, graphs.whole, list(map(_kind, tensors.held))
-        stays = [p.role is not Role.INPUT for p in self.traced.program.placeholders]
-        label, arguments = Label(graphs.name, call.label), self.traced.arguments(tensors)
-        self.scheduled = ScheduledProgram(self.traced.program, arguments, stays, label, context, stopwatch)
-        self.loss.let_go()
+            captured, self.traced = trace(graphs, call)
+        inputs, self._body = captured.tensors, graphs.body
+        stays = [placeholder.role is not Role.INPUT for placeholder in self.traced.program.placeholders]
+        arguments, label = self.traced.arguments(inputs, call.updates), Label(graphs.name, described(call.tensors))
+        self.scheduled = ScheduledProgram(self.traced.program, arguments, stays, label, graphs.context, stopwatch)
+        self._alike = _layouts_of(inputs)
+        self.captured = replace(captured, tensors=(), changed=())
+        self._outputs: Sequence[Any] = ()
+        self._restored = captured.restored(lambda *_: self._outputs)
 
-    def matches(self, call: Call) -> bool:
-        """Whether the guards of the loss hold, and its tensors have the same layouts."""
-        batch = call.batch
-        return self.loss.stands_for(batch) and self._kinds == list(map(_kind, self.loss.held_now(batch)))
+    def inputs(self, call: Call) -> Sequence[Tensor] | None:
+        """The inputs of the captured graph in a call, or ``None`` if the graph does not compute it."""
+        args, kwargs = call.args, call.kwargs
+        with torch.enable_grad():
+            if not self.captured.guards(self._body, args, kwargs):
+                return None
+            inputs = self.captured.graph_inputs(self._body, args, kwargs)
+        return inputs if _layouts_of(inputs) == self._alike else None
 
-    def failed(self, batch: Batch) -> str:
-        """The guard that fails for a batch, in words."""
-        return self.loss.failed(batch)
+    def failed(self, call: Call) -> str:
+        """The guard that fails for a call, as Dynamo writes it."""
+        with torch.enable_grad():
+            return self.captured.guards.failed(self._body, call.args, call.kwargs).strip()
 
-    def run(self, tensors: Tensors, batch: Batch) -> tuple[Any, list[Tensor | None] | None]:
-        """The result, and the gradients of all of the optimizer's parameters unless the graph updates them.
+    def run(self, call: Call, inputs: Sequence[Tensor]) -> Any:
+        """Run a step with these inputs of the captured graph; returns its result.
 
         Raises:
             NoSchedule: no CUDA graph reads tensors at these addresses, and none can be captured.
         """
-        return self.unpack(self.scheduled(self.traced.arguments(tensors)), batch)
+        outputs = self.scheduled(self.traced.arguments(inputs, call.updates))
+        return self.result(outputs, call.args, call.kwargs)
 
-    def unpack(self, outputs: Sequence[Tensor | None], batch: Batch) -> tuple[Any, list[Tensor | None] | None]:
-        """The result and the gradients among the outputs of the program."""
-        count = self.traced.returned
-        result = self.loss.result(outputs[:count], batch)
-        if self._whole:
-            return result, None
-        gradients, reached = iter(outputs[count:]), iter(self.traced.reached)
-        return result, [next(gradients) if trained and next(reached) else None for trained in self._trained]
+    def result(self, outputs: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the step returns, by Dynamo's bytecode, which also applies side effects on Python objects."""
+        self._outputs = outputs
+        try:
+            with torch.enable_grad():
+                return detached(self._restored(self._body, args, kwargs))
+        finally:
+            self._outputs = ()
+
+
+def _layouts_of(inputs: Sequence[Tensor]) -> Hashable:
+    return [*map(kind_of, inputs)], aliases_of(inputs), [*map(_REQUIRES_GRADIENTS, inputs)]

@@ -1,6 +1,6 @@
-"""The fast path of training steps: check that a step is like the last one, then replay its graph.
+"""The fast path of training steps: check that a step is like an earlier one, then replay its graph.
 
-    same kind of batch? ──▶ same optimizer and state? ──▶ guards, addresses ──▶ replay
+    same kind of arguments? ──▶ same optimizers and state? ──▶ guards, addresses ──▶ replay
 
 A step mutates its inputs, so all checks come before the replay. Each check is one call in C for all tensors, or for all
 dictionaries that hold them, since there may be thousands.
@@ -11,138 +11,187 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
+from torch.nn.modules import module as nn_module
 
 from autostream.dispatch.scheduled_program import NoSchedule
-from autostream.dispatch.step_graphs import Done, Graphs, circumstances
-from autostream.frontend.batches import Batch
-from autostream.frontend.eager_only import unusual_call
-from autostream.frontend.guards import GUARDS_SKIP_WEIGHTS
+from autostream.errors import TraceError
+from autostream.frontend.eager_only import anomaly_detection, unusual_call
 from autostream.frontend.optimizers import obstacle
-from autostream.frontend.parameters import have_hooks
+from autostream.frontend.parameters import have_hooks, leave_no_gradients
+from autostream.frontend.saved_tensors import hooks_are_set
 from autostream.frontend.settings import watch_unguarded
-from autostream.frontend.tree import TENSOR, tensors_like
+from autostream.frontend.tree import TENSOR, Structure, flatten, shares_containers, tensors_like, unflatten
 from autostream.runtime.layouts import Layouts, metadata_check
 from autostream.runtime.partial_call import PartialCall
 from autostream.runtime.writes import SameEntries
 from autostream.utils.storages import storage_of
 
+if TYPE_CHECKING:
+    from autostream.dispatch.step_graphs import Call, Entry, StepGraphs
+
 
 class StepReplay:
-    """Checks whether a step is like the last one, and runs it.
+    """Checks whether a step is like an earlier one, and runs it.
 
     Args:
-        graphs: the graphs of the step.
-        done: the last step.
+        graphs: of the step.
+        entry: the compiled step.
+        call: an earlier call that it has run.
+        inputs: of the captured graph in that call.
 
     Attributes:
-        whole: whether the graph updates the parameters too.
-        parameters: of the optimizer.
+        entry: the compiled step.
+        key: of the earlier call.
 
     Raises:
         NoSchedule: such steps have no fast path.
     """
 
-    def __init__(self, graphs: Graphs, done: Done) -> None:
-        entry, call, step = done.entry, done.call, graphs.step
-        scheduled, flat = entry.scheduled, done.tensors.flat()
-        arguments = entry.traced.arguments(done.tensors)
+    def __init__(self, graphs: StepGraphs, entry: Entry, call: Call, inputs: Sequence[Tensor]) -> None:
+        scheduled, arguments = entry.scheduled, entry.traced.arguments(inputs, call.updates)
         place = scheduled.reading(arguments)
         if scheduled.detached or (scheduled.captured is not None and place is None):
             raise NoSchedule("it is not known what a replay would read")
-        self.graphs, self._entry, self._step = graphs, entry, step
-        self.whole, self._optimizer = graphs.whole, step.optimizer
-        self._key, self._steps = call.key, 0
-        held = len(flat) - len(done.tensors.batch) - len(done.tensors.numbers)
-        inputs = [at - held if isinstance(at, int) and at >= held else None for at in entry.traced.sources]
-        self._state_tensors = [tensor for tensor, at in zip(arguments, inputs, strict=True) if at is None]
-        memory = [tensor.detach() for tensor in self._state_tensors]
-        self._launch = PartialCall(scheduled, place, memory, inputs, len(flat) - held)
-        self._unmoved = Layouts(self._state_tensors, whole=GUARDS_SKIP_WEIGHTS).unchanged
-        self._structure = call.key.structure
-        self._flat = all(child is TENSOR for child in self._structure.children or ())
+        self.entry, self.key, self._body, self._steps = entry, call.key, graphs.body, 0
+        self._guards = entry.captured.guards
+        at_call = {id(tensor): at for at, tensor in enumerate(call.tensors)}
+        numbers = {id(each.numbers): len(call.tensors) + at for at, each in enumerate(call.updates)}
+        given = {id(t) for t, item in zip(inputs, entry.captured.inputs, strict=True) if item.is_argument}
+        if not given <= at_call.keys():
+            raise NoSchedule("an argument is an object that holds a tensor")
+        positions = [(at_call | numbers).get(id(argument)) for argument in arguments]
+        self._held = [argument for argument, at in zip(arguments, positions, strict=True) if at is None]
+        memory = [tensor.detach() for tensor in self._held]
+        self._launch = PartialCall(scheduled, place, memory, positions, len(call.tensors) + len(numbers))
+        self._unmoved = Layouts(self._held, whole=True).unchanged
+        self._structure = flatten((call.args, call.kwargs))[1]
         self._alike = metadata_check(call.tensors)
-        self._state_storages = frozenset(map(storage_of, self._state_tensors))
+        self._storages = frozenset(map(storage_of, self._held))
         if not self._are_disjoint(call.tensors):
-            raise NoSchedule("tensors of the batch share memory")
+            raise NoSchedule("arguments share memory")
         self._same_numerics = watch_unguarded()
-        self._sizes = [len(group["params"]) for group in step.optimizer.param_groups]
-        averaged = _dicts_of(step.average, step.model) if self.whole and step.average is not None else []
-        self._state = step.optimizer.state
-        self._entries = SameEntries([*averaged, self._state, *self._state.values()] if self.whole else [])
-        self.parameters = call.parameters
-        trained = set(map(id, call.parameters))
-        others = [tensor for tensor in done.tensors.held if id(tensor) not in trained and tensor.requires_grad]
-        self._hooked = [*call.parameters, *others]
-        self._required = list(map(_REQUIRES_GRADIENTS, call.parameters)) if GUARDS_SKIP_WEIGHTS else None
+        self._optimizers, self._updated = graphs.optimizers, graphs.updated
+        self._hyperparameters = [
+            *zip(graphs.hyperparameters, (each.numbers.device for each in call.updates), strict=True)
+        ]
+        self._sizes = [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+        self._states = [optimizer.state for optimizer in self._updated]
+        self._entries = SameEntries(chain.from_iterable([state, *state.values()] for state in self._states))
+        self._parameters = call.every
+        trained = set(map(id, self._parameters))
+        others = [tensor for tensor in inputs if tensor.requires_grad and id(tensor) not in trained]
+        self._watched = [*self._parameters, *others]
+        self._required = list(map(_REQUIRES_GRADIENTS, self._watched))
+        self._returned = None if entry.captured.effects else _structure_of_result(entry, call)
+        stores = entry.captured.stores
+        self._cleared = [owner for owner, name, value in stores if _is_cleared(owner, name, value)]
+        self._stores = [store for store in stores if not _is_cleared(*store)]
 
-    def fits(self, batch: Batch) -> Sequence[Tensor] | None:
-        """The tensors of the batch if the step is like the last one, else ``None``; called with gradients disabled."""
-        tensors: Sequence[Tensor] | None = batch if self._flat else tensors_like(self._structure, batch)
-        graphs = self.graphs
+    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
+        """The tensors in the arguments if the step is like the earlier one, else ``None``."""
+        tensors = tensors_like(self._structure, (args, kwargs))
         as_it_was = (
             tensors is not None
             and self._alike(tensors)
             and self._are_disjoint(tensors)
+            and not any(map(_REQUIRES_GRADIENTS, tensors))
             and not unusual_call()
             and not circumstances()
-            and not (self.whole and (obstacle(self._optimizer) or not graphs.hyperparameters.same()))
+            and not any(map(obstacle, self._updated))
+            and all(hyperparameters.same() for hyperparameters, _ in self._hyperparameters)
             and self._same_objects()
-            and not have_hooks(self._hooked)
-            and (self._required is None or list(map(_REQUIRES_GRADIENTS, self.parameters)) == self._required)
+            and not have_hooks(self._watched)
+            and list(map(_REQUIRES_GRADIENTS, self._watched)) == self._required
             and self._same_numerics()
             and self._unmoved()
-            and self._entry.loss.stands_for(batch)
+            and self._guarded(args, kwargs)
         )
         return tensors if as_it_was else None
 
-    def __call__(self, tensors: Sequence[Tensor], batch: Batch) -> tuple[Any, list[Tensor | None] | None]:
-        """Run a step that fits; returns the result, and the gradients if the graph does not update the parameters."""
+    def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step that fits; returns its result."""
         self._steps += 1
-        outputs = self._launch([*tensors, *self.graphs.numbers(self.parameters)])
-        return self._entry.unpack(outputs, batch)
+        numbers = [hyperparameters.numbers(device) for hyperparameters, device in self._hyperparameters]
+        outputs = self._launch([*tensors, *numbers])
+        if self._returned is None:
+            return self.entry.result(outputs, args, kwargs)
+        leave_no_gradients(self._cleared)
+        for owner, name, value in self._stores:
+            setattr(owner, name, value)
+        structure, sources = self._returned
+        return outputs[sources[0]] if structure is TENSOR else unflatten(structure, [outputs[at] for at in sources])
 
-    def end(self) -> None:
-        """Count the steps that were run as cache hits."""
-        if self._steps:
-            self.graphs.replayed = self._key, self._steps
+    def count(self) -> int:
+        """How many steps were run since the last call."""
+        steps, self._steps = self._steps, 0
+        return steps
+
+    def is_current(self) -> bool:
+        """Whether the step still has the tensors that it reads besides its arguments."""
+        return self._same_objects() and bool(self._unmoved())
 
     def _are_disjoint(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether tensors share no memory with each other, nor with the model or the optimizer."""
+        """Whether tensors share no memory with each other, nor with anything else that the step reads."""
         storages = set(map(storage_of, tensors))
-        return len(storages) == len(tensors) and self._state_storages.isdisjoint(storages)
+        return len(storages) == len(tensors) and self._storages.isdisjoint(storages)
 
     def _same_objects(self) -> bool:
-        """Whether the optimizer has the same parameters and state, which Dynamo does not guard.
+        """Whether the optimizers have the same parameters and state, which Dynamo does not guard.
 
         It creates no objects that the garbage collector tracks, except short lists.
         """
-        lists = [*map(_PARAMETERS, self._optimizer.param_groups)]
+        lists = [*map(_PARAMETERS, chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers))]
         return (
             list(map(len, lists)) == self._sizes
-            and all(map(is_, chain.from_iterable(lists), self.parameters))
-            and self._optimizer.state is self._state
+            and all(map(is_, chain.from_iterable(lists), self._parameters))
+            and all(optimizer.state is state for optimizer, state in zip(self._updated, self._states, strict=True))
             and self._entries.same()
         )
+
+    def _guarded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        with torch.enable_grad():
+            return self._guards(self._body, args, kwargs)
+
+
+def circumstances() -> str:
+    """The global hook or mode that a graph of a backward would ignore, in words, or ``""``."""
+    if hooks_are_set():
+        return "hooks of saved tensors are set, and a graph saves none"
+    if nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks:
+        return "a submodule has backward hooks, which a graph would not call"
+    return anomaly_detection()
 
 
 _PARAMETERS = itemgetter("params")
 _REQUIRES_GRADIENTS = attrgetter("requires_grad")
 
 
-def _dicts_of(*modules: nn.Module) -> list[dict[str, Any]]:
-    """The dictionaries that hold the tensors and submodules of modules."""
-    parts = chain.from_iterable(module.modules() for module in modules)
-    return [entries for part in parts for entries in (part._parameters, part._buffers, part._modules)]
+def _is_cleared(owner: object, name: str, value: object) -> bool:
+    return isinstance(owner, Tensor) and name == "grad" and value is None
 
 
-def replay_of(graphs: Graphs, done: Done) -> StepReplay | None:
-    """The fast path for steps like this one, or ``None`` if there is none."""
-    if graphs.paranoid:
+def _structure_of_result(entry: Entry, call: Call) -> tuple[Structure, list[int]] | None:
+    """The structure of what the step returns, and which outputs of the graph are its tensors.
+
+    ``None`` where only Dynamo's bytecode can rebuild it. The bytecode is run twice on placeholder outputs: a value that
+    it computes from their numbers differs between the two runs.
+    """
+    count: Any = len(entry.captured.module.graph.output_node().args[0])  # type: ignore[arg-type]
+    runs = list[tuple[Any, Structure, list[int]]]()
+    for number in range(2):
+        outputs = [torch.full((), number) for _ in range(count)]
+        result = entry.result(outputs, call.args, call.kwargs)
+        try:
+            tensors, structure = flatten(result)
+        except TraceError:
+            return None
+        positions = {id(output): at for at, output in enumerate(outputs)}
+        runs.append((result, structure, [positions.get(id(tensor), -1) for tensor in tensors]))
+    (result, structure, sources), (again, *others) = runs
+    if others != [structure, sources] or -1 in sources or shares_containers(result, again):
         return None
-    try:
-        return StepReplay(graphs, done)
-    except NoSchedule:
-        return None
+    return structure, sources

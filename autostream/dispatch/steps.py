@@ -1,4 +1,4 @@
-"""The eager training step, in parts: gradients, and the update that follows them."""
+"""The eager training step, in parts: gradients, and the update that follows them; and the graphs of the same step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autostream.dispatch.step_graphs import StepGraphs
 from autostream.errors import TargetError
 from autostream.frontend.averages import check_average, follow
 from autostream.frontend.batches import Batch, detached, loss_in, parts_of, summed
 from autostream.frontend.losses import Loss, modules_in
+from autostream.frontend.modules import name_of
 from autostream.frontend.optimizers import has_own_zero_grad
 from autostream.frontend.parameters import (
     clear_gradients,
@@ -22,9 +24,9 @@ from autostream.frontend.parameters import (
     set_aside,
     take_gradients,
 )
+from autostream.frontend.training_steps import Differentiation, Gradients, WholeStep
 from autostream.options import StepOptions
-
-Gradients = Sequence[Tensor | None]
+from autostream.runtime.input_buffers import BufferTable
 
 
 class Step:
@@ -67,8 +69,21 @@ class Step:
             if reason := foreign_parameters(self.optimizer, parameters):
                 raise TargetError(reason)
 
+    def check(self, batch: Batch) -> None:
+        """Check what may be wrong before a weight is changed.
+
+        Raises:
+            TargetError: the average or the optimizer has other parameters than the model, ``loss_fn`` does not take the
+                batch, or it cannot be divided into equal parts.
+        """
+        self.check_parameters()
+        self.check_average()
+        self.loss.check(len(batch))
+        if self.options.microbatches > 1:
+            parts_of(batch, self.options.microbatches)
+
     def check_average(self) -> None:
-        """Check that the average has the model's parameters, before a weight is changed.
+        """Check that the average has the model's parameters.
 
         Raises:
             TargetError: it has other ones.
@@ -76,12 +91,12 @@ class Step:
         if self.average is not None:
             check_average(self.average, self.model)
 
-    def numbers(self) -> list[Tensor]:
+    def scale(self) -> Tensor | None:
         """The current scale of the scaler, if there is one."""
         if self.scaler is None:
-            return []
+            return None
         device = next((parameter.device for parameter in parameters_of(self.optimizer)), None)
-        return [self.scaler.scale(torch.ones((), device=device))]
+        return self.scaler.scale(torch.ones((), device=device))
 
     def differentiate(self, batch: Batch) -> tuple[Any, Gradients]:
         """Run forward and backward.
@@ -177,3 +192,22 @@ class Step:
             clear_gradients(parameters)
         if self.average is not None:
             follow(self.average, self.model, self.options.decay)
+
+
+def graphs_of(step: Step, input_buffers: BufferTable, *, whole: bool) -> StepGraphs:
+    """The compiled graphs of a step, or of its forward and backward.
+
+    Args:
+        step: the step.
+        input_buffers: buffers that captured graphs may read in place.
+        whole: whether the graphs take a batch and do all of the step. Otherwise they take the scale of the loss and a
+            batch, and return what :meth:`Step.differentiate` does.
+    """
+
+    def eager(*args: Any) -> Any:
+        return step.complete(*step.differentiate(args)) if whole else step.differentiate(args[1:])
+
+    loss, optimizer, options = step.loss, step.optimizer, step.options
+    body = WholeStep(loss, optimizer, options) if whole else Differentiation(loss, options)
+    name = f"{name_of(step.model)}, {'TrainingStep' if whole else 'Backward'}"
+    return StepGraphs(body, (optimizer,), options, name, lambda: step.modules, eager, input_buffers, updates=whole)

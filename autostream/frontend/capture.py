@@ -27,7 +27,16 @@ from autostream.analysis.source import user_line
 from autostream.errors import FastPathError, TraceError, first_line
 from autostream.frontend.attention_masks import simplify_masks
 from autostream.frontend.dynamo import compiling, errors_not_logged, timed
-from autostream.frontend.guards import Guards, drop_guards, guard_identities, guards_of, source_name, steps_of
+from autostream.frontend.guards import (
+    Guards,
+    drop_guards,
+    guard_identities,
+    guards_of,
+    is_reached,
+    source_name,
+    steps_of,
+    value_of,
+)
 
 Arguments = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A call: the callable, its positional arguments and its keyword arguments."""
@@ -167,9 +176,10 @@ def capture(
                 return None
             ((module, example_inputs, stores, effects, leaves_gradients, sources),) = graphs
             captured = _capture_of(output, function.__code__, scope, module, example_inputs, unguarded)
+        known = output.graph_capture_output().f_globals
+        stores = tuple((value_of(source, scope, known), name, value) for source, name, value in stores)
         changed: tuple[tuple[object, str], ...] = ()
         if unguarded is not None:
-            known = output.graph_capture_output().f_globals
             changed = tuple(step for source in sources for step in steps_of(source, scope, known))
         return replace(captured, stores=stores, effects=effects, leaves_gradients=leaves_gradients, changed=changed)
     except (ImportError, AttributeError) as error:  # PyTorch lacks a private interface
@@ -212,10 +222,13 @@ def _capture_of(
     if numbers := [node.name for node, value in values if not isinstance(value, Tensor)]:
         raise TraceError(f"the graph takes a number, {numbers[0]}: pass it as a tensor")
     inputs = tuple(
-        Input(node.name, source_name(source), _root(source) in ("args", "kwargs"))
+        Input(node.name, source_name(source), _is_argument(source))
         for node, source in zip(placeholders, sources, strict=True)
     )
-    guard_identities(graph_output, [s for s, item in zip(sources, inputs, strict=True) if not item.is_argument])
+    held = [source for source, item in zip(sources, inputs, strict=True) if not item.is_argument]
+    if unguarded is not None:
+        held = [source for source in held if not is_reached(source, scope, graph_output.f_globals, unguarded)]
+    guard_identities(graph_output, held)
     simplify_masks(module)
     environment = graph_output.get_runtime_env()
     known = {**vars(builtins), **graph_output.f_globals}
@@ -230,11 +243,11 @@ def _capture_of(
     return Capture(module, inputs, tuple(example_inputs), guarded, restore)
 
 
-def _root(source: Any) -> str:
-    """The local variable that a source starts from, or ``""``."""
+def _is_argument(source: Any) -> bool:
+    """Whether a value is an argument of the call, or lies in one."""
     while (base := getattr(source, "base", None)) is not None:
         source = base
-    return str(getattr(source, "local_name", ""))
+    return getattr(source, "local_name", "") in ("args", "kwargs")
 
 
 def _side_effects() -> tuple[tuple[Store, ...], bool, bool, list[Any]]:
@@ -259,11 +272,12 @@ def _side_effects() -> tuple[tuple[Store, ...], bool, bool, list[Any]]:
     gradients = [effects.store_attr_mutations.get(item, {}).get("grad") for item in changed]
     leaves_gradients = any(value is not None and _constants({"grad": value}) is None for value in gradients)
     for item in changed:
-        owner, attributes = vars(item).get("value"), effects.store_attr_mutations.get(item)
+        attributes = effects.store_attr_mutations.get(item)
         constants = None if attributes is None else _constants(attributes)
-        if constants is None or owner is None or isinstance(owner, list | dict | set | tuple):
+        is_container = isinstance(vars(item).get("value"), list | dict | set | tuple)
+        if constants is None or item.source is None or is_container or _is_argument(item.source):
             return (), True, leaves_gradients, sources
-        stores += [(owner, name, value) for name, value in constants.items()]
+        stores += [(item.source, name, value) for name, value in constants.items()]
     return tuple(stores), bool(effects.tensor_hooks or effects.save_for_backward), leaves_gradients, sources
 
 

@@ -152,18 +152,20 @@ def guard_identities(graph_output: Any, sources: Sequence[Any]) -> None:
     new tensor may get the id of one that is gone. Then it passes all other guards too, and its address is checked when
     the graph runs.
     """
-
-    def identity(builder: Any, guard: Any) -> None:
-        message = [f"{source_name(guard.originating_source)} is the tensor that was captured"]
-        builder.get_guard_manager(guard).add_id_match_guard(id(builder.get(guard)), message, guard.user_stack)
-
     guards = graph_output.output_graph.guards
     for source in sources:
-        guards.add(source.make_guard(identity))
+        guards.add(source.make_guard(_identity))
+
+
+def _identity(builder: Any, guard: Any) -> None:
+    message = [f"{source_name(guard.originating_source)} is the object that was captured"]
+    builder.get_guard_manager(guard).add_id_match_guard(id(builder.get(guard)), message, guard.user_stack)
 
 
 def drop_guards(graph_output: Any, scope: dict[str, Any], unguarded: Callable[[object, str], bool]) -> None:
     """Drop the guards of attributes, and of all that is reached through them.
+
+    A guard that two sources are one object becomes a guard of the identity of the source that stays.
 
     Args:
         graph_output: Dynamo's ``GraphCaptureOutput``.
@@ -172,22 +174,38 @@ def drop_guards(graph_output: Any, scope: dict[str, Any], unguarded: Callable[[o
     """
     guards = graph_output.output_graph.guards
     for guard in [*guards.inner]:
-        if any(unguarded(*step) for step in steps_of(guard.originating_source, scope, graph_output.f_globals)):
+        keywords = getattr(guard.create_fn, "keywords", {})
+        sources = [guard.originating_source, *filter(None, [keywords.get("source_b")])]
+        stay = [source for source in sources if not is_reached(source, scope, graph_output.f_globals, unguarded)]
+        if len(stay) < len(sources):
             guards.inner.discard(guard)
+            guard_identities(graph_output, stay)
+
+
+def is_reached(
+    source: Any, scope: dict[str, Any], globals_: dict[str, Any], through: Callable[[object, str], bool]
+) -> bool:
+    """Whether Dynamo reaches a value through such an attribute: see :func:`drop_guards`."""
+    for owner, name in steps_of(source, scope, globals_):
+        if through(owner, name):
+            return True
+        if isinstance(owner, Tensor):  # the value is an attribute of a tensor that may be reached so
+            return False
+    return False
 
 
 def steps_of(source: Any, scope: dict[str, Any], globals_: dict[str, Any]) -> Iterator[tuple[object, str]]:
     """The steps by which Dynamo reaches a value: each an object, and the attribute or the string key that is read."""
-    names = {"L": scope, "G": globals_}
     while (base := getattr(source, "base", None)) is not None:
         member = getattr(source, "member", None) or getattr(source, "index", None)
-        yield _value_of(base, names), member if isinstance(member, str) else ""
+        yield value_of(base, scope, globals_), member if isinstance(member, str) else ""
         source = base
 
 
-def _value_of(source: Any, names: dict[str, Any]) -> object:
+def value_of(source: Any, scope: dict[str, Any], globals_: dict[str, Any]) -> object:
+    """The value that Dynamo finds there, or ``None``."""
     try:
-        value: object = source.get_value(names, {}, WeakKeyDictionary())
+        value: object = source.get_value({"L": scope, "G": globals_}, {}, WeakKeyDictionary())
     except Exception:  # some sources stand for nothing that can be looked up
         return None
     return value

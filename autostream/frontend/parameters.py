@@ -8,13 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autostream.errors import TraceError
 from autostream.frontend.eager_only import unusual
-from autostream.utils.storages import layout_of, share_bytes, storage_of
+from autostream.utils.storages import share_bytes
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -154,26 +152,3 @@ def stateless(optimizer: Optimizer) -> frozenset[int]:
     state = optimizer.state
     parameters = parameters_of(optimizer)
     return frozenset(id(parameter) for parameter in parameters if parameter.requires_grad and not state.get(parameter))
-
-
-def set_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], taken: set[int]) -> None:
-    """Set the gradients of parameters, each in its own storage with the parameter's layout, as autograd does.
-
-    Clipping and the optimizer write to them, so gradients that share memory or are expanded are copied.
-
-    Args:
-        parameters: the parameters.
-        gradients: of each, or ``None``.
-        taken: storages that no gradient may share; those of the gradients are added.
-
-    Raises:
-        TraceError: a gradient is sparse.
-    """
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is not None and gradient.layout is not torch.strided:
-            raise TraceError(f"the gradient of a parameter has the layout {gradient.layout}")
-        if gradient is not None and (storage_of(gradient) in taken or layout_of(gradient) != layout_of(parameter)):
-            gradient = torch.empty_like(parameter).copy_(gradient)
-        if gradient is not None:
-            taken.add(storage_of(gradient))
-        parameter.grad = gradient

@@ -1,7 +1,7 @@
-"""A training step as one program: forward, loss, backward, clipping, the optimizer's update and a moving average.
+"""A captured training step as one program: losses, backwards, clipping, updates of optimizers and of averages.
 
-    loss ──capture──▶ graph of torch ops ──▶ torch.autograd.grad ──▶ clip ──▶ optimizers.update ──▶ average
-                      └──────────────────── traced by make_fx, below autograd ────────────────────────┘
+    captured graph, on fake tensors ──▶ torch.autograd.grad as it is ──▶ optimizers.update for each ``optimizer_step``
+                      └──────────────────── traced by make_fx, below autograd ────────────────────┘
 
 The step runs on fake tensors, and the ops that it dispatches are recorded: those of an eager step, in the same order,
 random and in-place ops included. A weight's update depends on its own gradient only, so a schedule may run it before
@@ -10,110 +10,48 @@ the backward ends.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.traceback import get_current_meta, set_stack_trace
+from torch.fx.traceback import set_stack_trace
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from autostream.errors import AutostreamError, TraceError
 from autostream.frontend.aten import GraphInput, as_program, traced_on_fakes
-from autostream.frontend.averages import follow_tensors
-from autostream.frontend.batches import split, summed
 from autostream.frontend.capture import Capture
 from autostream.frontend.decompositions import SPLIT_CONVOLUTIONS, split_lists
 from autostream.frontend.eager_only import unusual
 from autostream.frontend.inputs import names_of
 from autostream.frontend.optimizers import Group, update
-from autostream.frontend.parameters import clear_gradients, set_gradients
+from autostream.frontend.parameters import State, clear_gradients, have_hooks
 from autostream.frontend.saved_tensors import hooks_set_aside
+from autostream.frontend.step_capture import OPTIMIZER_STEP
 from autostream.fusion.random_ops import is_random
 from autostream.ir import Program, Role
-from autostream.utils.storages import storage_of
+from autostream.utils.storages import layout_of, storage_of
 
 
 @dataclass(frozen=True)
 class Update:
-    """What a step does with the gradients: clipping, the optimizer's update, the moving average.
+    """What tracing has to know of an optimizer.
 
     Attributes:
         optimizer: the optimizer.
         groups: its hyperparameters, with an ``Input`` for each that is one.
-        sizes: the number of parameters in each group.
-        state: for each tensor of the optimizer's state, the position of its parameter, and its name.
-        max_norm: the norm to which gradients are clipped, if they are.
-        averaged: the number of averaged parameters; the average's other tensors are buffers.
-        decay: of the average.
+        state: its tensors.
+        numbers: the values of its inputs, in one tensor.
     """
 
     optimizer: Optimizer
     groups: Sequence[Group]
-    sizes: Sequence[int]
-    state: Sequence[tuple[int, str]]
-    max_norm: float | None = None
-    averaged: int = 0
-    decay: float = 0.0
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """The tensors that a step reads and writes. One tensor may occur several times.
-
-    Attributes:
-        held: inputs of the captured loss that are not from the batch, such as weights.
-        parameters: of the optimizer.
-        state: of the optimizer.
-        averages: the tensors of the moving average, each followed by the model's tensor that it averages.
-        batch: the tensors of the batch.
-        numbers: one tensor with the hyperparameters that are inputs, or none.
-    """
-
-    held: Sequence[Tensor]
-    parameters: Sequence[Tensor]
-    state: Sequence[Tensor]
-    averages: Sequence[Tensor]
-    batch: Sequence[Tensor]
-    numbers: Sequence[Tensor]
-
-    def flat(self) -> list[Tensor]:
-        """All of them, in order."""
-        return [*self.held, *self.parameters, *self.state, *self.averages, *self.batch, *self.numbers]
-
-    def like(self, flat: Sequence[Tensor]) -> Tensors:
-        """Other tensors, in the same order and number."""
-        left = iter(flat)
-        kinds = (self.held, self.parameters, self.state, self.averages, self.batch, self.numbers)
-        return Tensors(*([next(left) for _ in kind] for kind in kinds))
-
-
-@dataclass(frozen=True)
-class Step:
-    """The training step to trace.
-
-    Attributes:
-        captured: the loss of the first microbatch; the graph's first output is the loss.
-        takes: for each input of the captured graph, the position of the batch's tensor that it is, or is a part of;
-            ``None`` for ``held`` tensors.
-        divided: which of the batch's tensors are split into microbatches.
-        parts: the number of microbatches.
-        trained: which of the optimizer's parameters require gradients.
-        scaled: whether the loss is multiplied by a number, such as a gradient scaler's.
-        update: what is done with the gradients; ``None`` to return them.
-    """
-
-    captured: Capture
-    takes: Sequence[int | None]
-    divided: Sequence[bool]
-    parts: int
-    trained: Sequence[bool]
-    scaled: bool = False
-    update: Update | None = None
+    state: State
+    numbers: Tensor
 
 
 @dataclass(frozen=True)
@@ -121,78 +59,71 @@ class Traced:
     """A step's program.
 
     Attributes:
-        program: returns the outputs of the captured graph, detached; then the gradients, if there is no update.
-        sources: for each placeholder, the position of its tensor in :meth:`Tensors.flat`; or the tensor, if constant.
-        returned: the number of outputs that are the captured graph's.
-        reached: which of the trained parameters have a gradient.
+        program: returns the outputs of the captured graph, detached.
+        sources: for each placeholder, the position of its tensor among the inputs of the captured graph, then all state
+            and all numbers of the optimizers; or the tensor itself, if it is a constant.
     """
 
     program: Program
-    sources: list[int | Tensor]
-    returned: int
-    reached: list[bool]
+    sources: Sequence[int | Tensor]
 
-    def arguments(self, tensors: Tensors) -> list[Tensor]:
-        """The program's arguments."""
-        flat = tensors.flat()
+    def arguments(self, inputs: Sequence[Tensor], updates: Sequence[Update]) -> list[Tensor]:
+        """The program's arguments for a step whose captured graph has these inputs."""
+        flat = _flat(inputs, updates)
         return [flat[at] if isinstance(at, int) else at for at in self.sources]
 
 
-def trace_step(step: Step, tensors: Tensors, modules: nn.Module) -> Traced:
-    """Trace a step. Nothing is computed, and no tensor changes.
+def _flat(inputs: Sequence[Tensor], updates: Sequence[Update]) -> list[Tensor]:
+    states = [tensor for each in updates for tensor in each.state.tensors]
+    return [*inputs, *states, *(each.numbers for each in updates)]
+
+
+def trace_step(captured: Capture, updates: Sequence[Update], modules: nn.Module) -> Traced:
+    """Trace a captured step. Nothing is computed, and no tensor changes.
 
     Args:
-        step: the step.
-        tensors: the tensors that it reads and writes.
+        captured: by ``step_capture.capture_step``.
+        updates: the optimizers, in the order in which they were given there.
         modules: the owner of parameters and buffers, which gives them their names.
 
     Raises:
         TraceError: it cannot be traced; the message says why.
     """
-    flat, names = tensors.flat(), _names(step, tensors, modules)
+    flat = _flat(captured.tensors, updates)
+    names: list[tuple[Role, str]] = [
+        *names_of(captured, modules),
+        *((Role.BUFFER, f"optimizer_{k}.{n}_{at}") for k, each in enumerate(updates) for at, n in each.state.names),
+        *((Role.INPUT, f"numbers_{k}") for k in range(len(updates))),
+    ]
     for tensor, (_, name) in zip(flat, names, strict=True):
         if reason := unusual(tensor):
-            raise TraceError(f"the model's {name} {reason}")
-    firsts: dict[int, int] = {}
-    first = [firsts.setdefault(id(tensor), at) for at, tensor in enumerate(flat)]
-    taken = sorted(firsts.values(), key=lambda at: (_ROLES.index(names[at][0]), at))
-    indices = {at: index for index, at in enumerate(taken)}
-    inputs: list[GraphInput] = [(*names[at], flat[at]) for at in taken]
-    run = _Run(step, tensors, [indices[at] for at in first], recomputes=True)
+            raise TraceError(f"{name} {reason}")
+    if len({id(tensor) for tensor in flat}) < len(flat):
+        raise TraceError("a tensor is given to it twice")
+    if have_hooks([tensor for tensor in captured.tensors if tensor.requires_grad]):
+        raise TraceError(HOOKED)
+    order = sorted(range(len(flat)), key=lambda at: (_ROLES.index(names[at][0]), at))
+    inputs: list[GraphInput] = [(*names[at], flat[at]) for at in order]
+    indices = [order.index(at) for at in range(len(flat))]
     try:
-        graph = traced_below_autograd(run, inputs)
-    except RandomRecomputation:
-        run = _Run(step, tensors, [indices[at] for at in first], recomputes=False)
-        graph = traced_below_autograd(run, inputs)
+        graph = _traced_below_autograd(_Run(captured, updates, indices, recomputes=True), inputs)
+    except _RandomRecomputation:
+        graph = _traced_below_autograd(_Run(captured, updates, indices, recomputes=False), inputs)
     program, constants = as_program(graph, inputs)
-    positions = {names[at]: at for at in taken}
+    positions = {names[at]: at for at in order}
     sources: list[int | Tensor] = []
     for placeholder in program.placeholders:
         at = positions.get((placeholder.role, placeholder.target))
         sources.append(constants[placeholder.target] if at is None else at)
-    return Traced(program, sources, run.returned, run.reached)
+    return Traced(program, sources)
 
 
 _ROLES = list(Role)
 
-
-def _names(step: Step, tensors: Tensors, modules: nn.Module) -> list[tuple[Role, str]]:
-    """For each tensor its role and a unique name."""
-    inputs = zip(names_of(step.captured, modules), step.captured.inputs, strict=True)
-    held = [name for name, item in inputs if not item.is_argument]
-    known = {id(buffer): (Role.BUFFER, name) for name, buffer in modules.named_buffers()}
-    known |= {id(parameter): (Role.PARAMETER, name) for name, parameter in modules.named_parameters()}
-    state = step.update.state if step.update else ()
-    return [
-        *held,
-        *(known.get(id(each), (Role.PARAMETER, f"optimizer.{at}")) for at, each in enumerate(tensors.parameters)),
-        *((Role.BUFFER, f"state.{name}_{at}") for at, name in state),
-        *(known.get(id(each), (Role.BUFFER, f"averaged.{at}")) for at, each in enumerate(tensors.averages)),
-        *((Role.INPUT, str(at)) for at in range(len(tensors.batch) + len(tensors.numbers))),
-    ]
+HOOKED = "a parameter has hooks on its gradient, which a graph would not call"
 
 
-def traced_below_autograd(run: Callable[..., list[Tensor]], inputs: Sequence[GraphInput]) -> fx.GraphModule:
+def _traced_below_autograd(run: Callable[..., list[Tensor]], inputs: Sequence[GraphInput]) -> fx.GraphModule:
     """The graph of the ops that a function with backwards in it dispatches, called with fake tensors like these."""
     # A tracer records the ops of its own thread only, so the backward has to run in it.
     with torch.no_grad(), hooks_set_aside(), torch.autograd.set_multithreading_enabled(False):
@@ -209,83 +140,31 @@ _RECURRENT = (
 
 
 class _Run:
-    """The function to trace: a step on fake tensors.
+    """The function to trace: the captured graph on fake tensors, with the optimizers' updates in it."""
 
-    Args:
-        step: the step.
-        tensors: the real tensors.
-        indices: for each of these, the index of its fake tensor among the arguments of a call.
-        recomputes: whether checkpointed parts are recomputed in the backward.
-
-    Attributes:
-        returned: the number of outputs of the captured graph.
-        reached: which of the trained parameters have a gradient.
-    """
-
-    def __init__(self, step: Step, tensors: Tensors, indices: Sequence[int], *, recomputes: bool) -> None:
-        self._step, self._tensors, self._indices, self._recomputes = step, tensors, indices, recomputes
-        self.returned, self.reached = 0, list[bool]()
+    def __init__(
+        self, captured: Capture, updates: Sequence[Update], indices: Sequence[int], *, recomputes: bool
+    ) -> None:
+        self._captured, self._updates, self._indices, self._recomputes = captured, updates, indices, recomputes
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
-        """The outputs of the program."""
-        step = self._step
+        """The outputs of the captured graph."""
         clear_gradients(values)  # a fake tensor has a gradient if the real one has
-        fakes = self._tensors.like([values[index] for index in self._indices])
-        trained = list(compress(fakes.parameters, step.trained))
-        results, gradients = self._loss_and_gradients(fakes, trained)
-        self.returned, self.reached = len(results), [gradient is not None for gradient in gradients]
-        set_gradients(trained, gradients, {storage_of(tensor) for tensor in (*values, *results)})
-        if step.update is None:
-            return [*results, *(parameter.grad for parameter in trained if parameter.grad is not None)]
-        get_current_meta().pop("stack_trace", None)  # the update has no line of the user's
-        self._update(step.update, fakes)
-        return results
-
-    def _loss_and_gradients(self, fakes: Tensors, trained: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The outputs of the captured graph, detached, and the gradients of the trained parameters."""
-        step = self._step
-        gradients: list[Tensor | None] = [None] * len(trained)
-        losses = []
-        interpreter = Interpreter(step.captured.module, self._recomputes)
-        with torch.autograd.set_detect_anomaly(True, check_nan=False):  # records the user's lines
-            for part in split(fakes.batch, step.divided, step.parts):
-                held = iter(fakes.held)
-                with torch.enable_grad():
-                    outputs = interpreter.run(*(next(held) if at is None else part[at] for at in step.takes))
-                    if not all(isinstance(output, Tensor) for output in outputs):
-                        raise TraceError("the number of a tensor goes to Python: return the tensor instead")
-                    loss = outputs[0] / step.parts if step.parts > 1 else outputs[0]
-                    scaled = loss * fakes.numbers[0] if step.scaled else loss
-                losses.append(loss.detach())
-                if not scaled.requires_grad:
-                    raise TraceError("the loss of loss_fn depends on no parameter that requires gradients")
-                keep_lines(scaled)
-                gradients = list(map(_sum, gradients, torch.autograd.grad(scaled, trained, allow_unused=True)))
-                if interpreter.recomputes_random:
-                    raise RandomRecomputation
-        return [summed(losses), *(output.detach() for output in outputs[1:])], gradients
-
-    def _update(self, rule: Update, fakes: Tensors) -> None:
-        if rule.max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(fakes.parameters, rule.max_norm)
-        state: dict[Tensor, dict[str, Tensor]] = {}
-        for (at, name), value in zip(rule.state, fakes.state, strict=True):
-            state.setdefault(fakes.parameters[at], {})[name] = value
-        left = iter(fakes.parameters)
-        by_group = [[next(left) for _ in range(size)] for size in rule.sizes]
-        update(rule.optimizer, rule.groups, fakes.numbers[0], by_group, state)
-        clear_gradients(fakes.parameters)
-        pairs = [*zip(fakes.averages[::2], fakes.averages[1::2], strict=True)]
-        follow_tensors(pairs[: rule.averaged], pairs[rule.averaged :], rule.decay)
+        fakes = iter([values[index] for index in self._indices])
+        inputs = [next(fakes) for _ in self._captured.tensors]
+        states = [[next(fakes) for _ in each.state.tensors] for each in self._updates]
+        numbers = [*fakes]
+        interpreter = _Interpreter(self._captured.module, self._recomputes, self._updates, states, numbers)
+        with torch.enable_grad(), torch.autograd.set_detect_anomaly(True, check_nan=False):  # records the user's lines
+            outputs = interpreter.run(*inputs)
+        if interpreter.recomputes_random:
+            raise _RandomRecomputation
+        if not all(isinstance(output, Tensor) for output in outputs):
+            raise TraceError("the number of a tensor goes to Python: return the tensor instead")
+        return [output.detach() for output in outputs]
 
 
-def _sum(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:
-    if earlier is None or later is None:
-        return later if earlier is None else earlier
-    return earlier + later
-
-
-def keep_lines(loss: Tensor) -> None:
+def _keep_lines(loss: Tensor) -> None:
     """Let the ops of a backward have the user's source lines of the forward ops that they belong to.
 
     Args:
@@ -301,23 +180,59 @@ def keep_lines(loss: Tensor) -> None:
                 node.register_prehook(lambda gradients, lines=lines: set_stack_trace(lines))
 
 
-class RandomRecomputation(AutostreamError):  # noqa: N818 - control flow within this file, not an error
+class _RandomRecomputation(AutostreamError):  # noqa: N818 - control flow within this file, not an error
     """A checkpointed part has random ops, which would give other numbers when they are recomputed."""
 
 
-class Interpreter(fx.Interpreter):
-    """Runs a captured graph; its activation checkpoints are run as checkpoints, and so recomputed in the backward.
+class _Interpreter(fx.Interpreter):
+    """Runs a captured step, with updates for the ops that stand for them.
+
+    Activation checkpoints are run as checkpoints, and so recomputed in the backward.
 
     Attributes:
         recomputes_random: whether random ops were recomputed.
     """
 
-    def __init__(self, module: fx.GraphModule, recomputes: bool) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        recomputes: bool,
+        updates: Sequence[Update],
+        states: Sequence[Sequence[Tensor]],
+        numbers: Sequence[Tensor],
+    ) -> None:
         super().__init__(module)
         self._recomputes, self.recomputes_random = recomputes, False
+        self._updates, self._states, self._numbers = updates, states, numbers
+        self._taken = {storage_of(tensor) for state in states for tensor in state}
+        """The storages of all tensors but gradients that no parameter has yet."""
+
+    def run_node(self, node: fx.Node) -> Any:
+        """Run a node. A gradient that Dynamo copies for its parameter is not copied if nothing else has its memory.
+
+        Autograd does the same in an eager backward; clipping and optimizers write gradients in place.
+        """
+        if _takes_gradient(node):
+            memory, gradient = (self.env[each] for each in node.args[:2])  # type: ignore[index]
+            if gradient.layout is not torch.strided:
+                raise TraceError(f"the gradient of a parameter has the layout {gradient.layout}")
+            if layout_of(gradient) == layout_of(memory) and storage_of(gradient) not in self._taken:
+                self._taken.add(storage_of(gradient))
+                self.env[node.args[0]] = gradient  # type: ignore[index]
+                return gradient
+        result = super().run_node(node)
+        if node.target is not torch.autograd.grad and not _is_gradient(node):
+            tensors = result if isinstance(result, tuple | list) else (result,)
+            self._taken.update(storage_of(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+        return result
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run a ``call_function`` node."""
+        if target is OPTIMIZER_STEP or target is torch.ops.autostream.optimizer_step:
+            return self._update(*args)
+        if target is torch.autograd.grad:
+            for output in args[0] if isinstance(args[0], Sequence) else args[:1]:
+                _keep_lines(output)
         if target is not torch.ops.higher_order.tag_activation_checkpoint:
             return super().call_function(target, args, kwargs)
         body, *inputs = args
@@ -335,6 +250,32 @@ class Interpreter(fx.Interpreter):
                 self.recomputes_random |= runs > 1 and _random_ops() != before
 
         return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+    def _update(self, index: int, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        known = self._updates[index]
+        state: dict[Tensor, dict[str, Tensor]] = {}
+        for (at, name), value in zip(known.state.names, self._states[index], strict=True):
+            state.setdefault(parameters[at], {})[name] = value
+        left = iter(parameters)
+        by_group = [[next(left) for _ in group["params"]] for group in known.optimizer.param_groups]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        update(known.optimizer, known.groups, self._numbers[index], by_group, state)
+        clear_gradients(parameters)
+
+
+def _is_gradient(node: fx.Node) -> bool:
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and source.target is torch.autograd.grad
+
+
+def _takes_gradient(node: fx.Node) -> bool:
+    """Whether a node copies a gradient to new memory like its parameter's, as Dynamo writes ``backward()``."""
+    if node.target != "copy_" or len(node.args) < 2:
+        return False
+    memory, gradient = node.args[:2]
+    is_new = isinstance(memory, fx.Node) and memory.target is torch.empty_like
+    return is_new and isinstance(gradient, fx.Node) and _is_gradient(gradient) and len(gradient.users) == 1
 
 
 def _random_ops() -> int:

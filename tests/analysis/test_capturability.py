@@ -36,7 +36,10 @@ def fake(*shape: int, device: str = "cuda:0", dtype: torch.dtype = torch.float32
 X, SQUARE, NUMBER_ON_DEVICE = fake(2), fake(2, 2), fake()
 INDICES, MASK, BYTE_MASK = (fake(2, dtype=dtype) for dtype in (torch.int64, torch.bool, torch.uint8))
 HOST, HOST_INDICES, HOST_NUMBER = fake(2, device="cpu"), fake(2, device="cpu", dtype=torch.int64), fake(device="cpu")
-PEER = fake(2, device="cuda:1")
+HAS_PEER = torch.cuda.device_count() != 1
+"""PyTorch makes a fake tensor of cuda:1 where there are two GPUs, or none."""
+NEEDS_PEER = pytest.mark.skipif(not HAS_PEER, reason="there is one GPU")
+PEER = fake(2, device="cuda:1" if HAS_PEER else "cuda:0")
 
 
 def refusal(target: Callable[..., object], result: object, *args: object, **kwargs: object) -> str:
@@ -111,8 +114,8 @@ def test_similar_calls_that_do_not(
         (TO_HOST, aten.to.device, HOST, [X, CPU, torch.float32, True]),
         (FROM_HOST, aten.to.device, X, [HOST, CUDA, torch.float32]),
         (FROM_HOST, aten.index.Tensor, X, [fake(4), [HOST_INDICES]]),
-        ("copies from cuda:0 to cuda:1", aten.to.device, PEER, [X, OTHER, torch.float32]),
-        ("copies from cuda:0 to cuda:1", aten.copy_.default, PEER, [PEER, X]),
+        pytest.param("copies from cuda:0 to cuda:1", aten.to.device, PEER, [X, OTHER, torch.float32], marks=NEEDS_PEER),
+        pytest.param("copies from cuda:0 to cuda:1", aten.copy_.default, PEER, [PEER, X], marks=NEEDS_PEER),
         ("", aten.relu.default, PEER, [PEER]),
         ("", aten.to.dtype, fake(2, dtype=torch.float16), [X, torch.float16]),
         # A kernel takes a number on the CPU by value (see the tests of literals in test_dependencies.py).
@@ -123,7 +126,7 @@ def test_similar_calls_that_do_not(
         ("", aten.index_put_.default, X, [X, [MASK], HOST_NUMBER]),  # runs as masked_fill
         (WAITS, aten.index_put_.default, X, [X, [MASK], HOST_NUMBER, True]),
         (FROM_HOST, aten.index_put_.default, X, [X, [INDICES], HOST_NUMBER]),
-        ("uses tensors on cuda:0 and cuda:1", print, None, [X, PEER]),
+        pytest.param("uses tensors on cuda:0 and cuda:1", print, None, [X, PEER], marks=NEEDS_PEER),
         ("", print, X, [X, HOST]),
         (ON_CPU, aten.relu.default, HOST, [HOST]),
         (ON_CPU, aten.item.default, 1.0, [HOST]),

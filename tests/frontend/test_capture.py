@@ -55,7 +55,7 @@ def test_guards_hold_for_inputs_with_the_same_metadata_and_weights_say_which_one
         assert message in failed
     layer.weight = nn.Parameter(layer.weight.clone())
     assert not captured.guards(layer, (torch.ones(1, 2),), {})
-    assert "is the tensor that was captured" in captured.guards.failed(layer, (torch.ones(1, 2),), {})
+    assert "is the object that was captured" in captured.guards.failed(layer, (torch.ones(1, 2),), {})
 
 
 @torch.no_grad()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Adam
 
-from autostream.errors import TraceError
 from autostream.frontend.parameters import (
     State,
     clear_gradients,
     foreign_parameters,
     parameters_of,
     set_aside,
-    set_gradients,
     state_of,
     stateless,
     take_gradients,
@@ -76,21 +74,3 @@ def test_gradients_are_taken_cleared_and_set_aside() -> None:
     assert trained.grad is gradient
     clear_gradients([frozen, trained])
     assert trained.grad is None
-
-
-def test_gradients_have_the_layout_of_parameters_and_share_no_memory() -> None:
-    shared = torch.ones(2, 3)
-    parameters = [torch.zeros(2, 3) for _ in range(5)]
-    gradients = [shared, shared, torch.ones(3, 2).t(), torch.ones(1, 1).expand(2, 3), None]
-    taken = torch.ones(2, 3)
-    set_gradients(parameters, gradients, {taken.untyped_storage()._cdata})
-    *dense, absent = [parameter.grad for parameter in parameters]
-    assert dense[0] is shared
-    assert absent is None
-    assert len({gradient.data_ptr() for gradient in dense}) == 4
-    assert all(gradient.stride() == (3, 1) and gradient.eq(1).all() for gradient in dense)
-    set_gradients(parameters[:1], [taken], {taken.untyped_storage()._cdata})
-    assert parameters[0].grad is not taken
-    sparse: Tensor = torch.ones(2, 2).to_sparse()
-    with pytest.raises(TraceError, match="sparse_coo"):
-        set_gradients([torch.ones(2, 2)], [sparse], set())

@@ -1,0 +1,228 @@
+"""Capture of a training step: a function with any number of losses, backwards and optimizer steps, as one graph.
+
+    function ──capture──▶ graph of torch ops, with ``autograd.grad`` for each backward, ``optimizer_step`` for each step
+
+Dynamo traces ``loss.backward()`` as ``torch.autograd.grad`` and writes to ``.grad``. It does not trace optimizers, so
+while it traces, their ``step`` is one op that stands for the update, and ``zero_grad`` only sets gradients to ``None``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.comptime import comptime
+from torch.optim import Optimizer
+
+from autostream.errors import TraceError
+from autostream.frontend.capture import Capture, capture
+from autostream.frontend.optimizers import values
+from autostream.frontend.parameters import clear_gradients, have_no_gradients, set_aside
+
+_LIBRARY = torch.library.Library("autostream", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("optimizer_step(int index, Tensor[] parameters, Tensor?[] gradients) -> ()")  # type: ignore[no-untyped-call]
+"""Stands for the update of the optimizer with this index in a captured graph; it is never run there."""
+
+
+def _no_update(index: int, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None: ...
+
+
+torch.library.register_fake("autostream::optimizer_step", _no_update)
+_LIBRARY.impl("optimizer_step", _no_update, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+OPTIMIZER_STEP = torch.ops.autostream.optimizer_step.default
+
+
+class Body:
+    """The step that Dynamo traces: a user's function, with its results detached.
+
+    Subclasses are steps that autostream writes.
+
+    Args:
+        function: the user's.
+
+    Attributes:
+        parameters: of each optimizer, as they are now: they are set before each call. To the graph they are parameters
+            of this object, whichever way the function gets at them, as Dynamo would take those that it meets in an
+            optimizer first for constants.
+    """
+
+    takes_gradients = True
+    """Whether the step may read gradients that parameters have when it begins."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.parameters: Sequence[Sequence[Tensor]] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step."""
+        for parameters in self.parameters:
+            for parameter in parameters:
+                parameter.dtype  # noqa: B018 - Dynamo meets each here first
+        result = _detached(self.run(*args, **kwargs))
+        comptime(_allow_results)
+        return result
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """What the step does."""
+        return self.function(*args, **kwargs)
+
+
+def _detached(value: Any) -> Any:
+    """A result without gradients, if it is a tensor or in one of the usual containers."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if type(value) in (tuple, list):
+        return type(value)([_detached(each) for each in value])
+    if type(value) is dict:
+        return {key: _detached(each) for key, each in value.items()}
+    return value
+
+
+def _allow_results(context: Any) -> None:
+    """Let Dynamo return tensors that a backward has gone through, which no step differentiates again.
+
+    They are results in other containers, and what the step leaves on modules. A program returns them detached.
+    """
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    translator.output.autograd_grad_consumed_grad_fns.clear()
+
+
+def capture_step(body: Body, optimizers: Sequence[Optimizer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+    """Capture a call of a step. Nothing is computed, and nothing changes.
+
+    A graph takes no gradients from one call to the next. So the function has to clear those that it finds, or to leave
+    none, in which case the capture is of calls that find none.
+
+    Args:
+        body: the step. The caller guards its parameters, the capture does not.
+        optimizers: those that it steps.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Raises:
+        FastPathError: a captured graph would not do what the function does.
+        TraceError: it cannot be captured as one graph, changes an optimizer itself, or takes gradients from one call to
+            the next.
+    """
+    every = {id(parameter): parameter for parameter in chain.from_iterable(body.parameters)}
+    read: set[int] = set()
+
+    def is_replaced(owner: object, name: str) -> bool:
+        if owner is body:
+            return name == "parameters"
+        return name in _REPLACED and any(owner is optimizer for optimizer in optimizers)
+
+    def is_replaced_or_gradient(owner: object, name: str) -> bool:
+        if name == "grad" and id(owner) in every:
+            read.add(id(owner))
+            return True
+        return is_replaced(owner, name)
+
+    def captured(unguarded: Callable[[object, str], bool]) -> Capture:
+        with _without_updates(body, optimizers), _without_hooks():
+            found = capture(body, args, kwargs, unguarded=unguarded)
+        if found is None:
+            raise TraceError("it computes nothing with tensors")
+        for owner, _ in found.changed:
+            if any(owner is optimizer for optimizer in optimizers):
+                raise TraceError(f"it changes {type(owner).__name__} other than by step(), such as its learning rate")
+        numbers = {id(value) for each in optimizers for value in values(each) if isinstance(value, Tensor)}
+        if any(id(tensor) in numbers for tensor in found.tensors):
+            raise TraceError("it reads a hyperparameter of an optimizer that is a tensor")
+        return found
+
+    begins_without = have_no_gradients(every.values())
+    with torch.enable_grad(), set_aside(every.values()):
+        if not body.takes_gradients:
+            return captured(is_replaced_or_gradient)
+        for parameter in every.values():
+            parameter.grad = torch.zeros_like(parameter)
+        with_gradients = captured(is_replaced_or_gradient)
+        if not (adds := any(item.source.endswith(".grad") for item in with_gradients.inputs)) and not read:
+            return with_gradients
+        clear_gradients(every.values())
+        if not adds and _same_graph(with_gradients, captured(is_replaced_or_gradient)):
+            return with_gradients  # Dynamo's backward reads each gradient, also of what the loss does not reach
+        if not begins_without:
+            raise TraceError(_ADDS)
+        without_gradients = captured(is_replaced)
+    if without_gradients.leaves_gradients:
+        raise TraceError(_ADDS)
+    return without_gradients
+
+
+def _same_graph(one: Capture, other: Capture) -> bool:
+    inputs = [[item.source for item in captured.inputs] for captured in (one, other)]
+    return inputs[0] == inputs[1] and one.module.code == other.module.code
+
+
+_ADDS = "it adds to gradients that are there when it is called: call zero_grad() before each backward, or where it ends"
+
+
+_REPLACED = ("step", "zero_grad")
+
+
+@contextmanager
+def _without_updates(body: Body, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Replace ``step`` and ``zero_grad`` of these optimizers by functions that Dynamo can trace."""
+    before = [
+        {name: vars(optimizer)[name] for name in _REPLACED if name in vars(optimizer)} for optimizer in optimizers
+    ]
+    groups = [[dict(group) for group in each.param_groups] for each in optimizers]
+    try:
+        for index, optimizer in enumerate(optimizers):
+            vars(optimizer).update(step=_step_of(body, index), zero_grad=_zero_grad_of(body, index))
+        yield
+    finally:
+        for optimizer, attributes in zip(optimizers, before, strict=True):
+            for name in _REPLACED:
+                vars(optimizer).pop(name, None)
+            vars(optimizer).update(attributes)
+        for optimizer, entries in zip(optimizers, groups, strict=True):
+            for group, known in zip(optimizer.param_groups, entries, strict=True):
+                group.update(known)  # Dynamo sets ``capturable`` in a group that it traces
+
+
+@contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Refuse hooks that the function registers on parameters: Dynamo's ``backward()`` does not call them."""
+    from torch._dynamo.side_effects import SideEffects
+
+    thread, register = threading.get_ident(), SideEffects.register_hook
+
+    def refuse(self: Any, *args: Any) -> Any:
+        if threading.get_ident() == thread:
+            raise TraceError("it registers a hook on the gradient of a parameter")
+        return register(self, *args)
+
+    SideEffects.register_hook = refuse  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        SideEffects.register_hook = register  # type: ignore[method-assign]
+
+
+def _step_of(body: Body, index: int) -> Callable[[], None]:
+    def step() -> None:
+        parameters = body.parameters[index]
+        with torch.no_grad():
+            torch.ops.autostream.optimizer_step(index, parameters, [parameter.grad for parameter in parameters])
+
+    return step
+
+
+def _zero_grad_of(body: Body, index: int) -> Callable[..., None]:
+    def zero_grad(set_to_none: bool = True) -> None:
+        for parameter in body.parameters[index]:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    return zero_grad

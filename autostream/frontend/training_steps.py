@@ -1,0 +1,90 @@
+"""The training steps that ``train_step`` captures, written out: all of a step, or its forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autostream.errors import TargetError
+from autostream.frontend.averages import follow_tensors, pairs_of
+from autostream.frontend.batches import Batch, parts_of, summed
+from autostream.frontend.losses import Loss
+from autostream.frontend.step_capture import Body
+from autostream.options import StepOptions
+
+Gradients = Sequence[Tensor | None]
+"""For each parameter of an optimizer its gradient, or ``None``."""
+
+
+class Differentiation(Body):
+    """Forward and backward: returns what ``loss_fn`` returns, and the gradients of the optimizer's parameters.
+
+    Args:
+        loss: of the model.
+        options: of the step.
+    """
+
+    takes_gradients = False
+
+    def __init__(self, loss: Loss, options: StepOptions) -> None:
+        super().__init__(loss)
+        self.loss, self.options = loss, options
+
+    def run(self, scale: Tensor | None, *batch: Any) -> tuple[Any, Gradients]:
+        """Differentiate the loss times ``scale``."""
+        return self.differentiate(scale, batch)
+
+    def differentiate(self, scale: Tensor | None, batch: Batch) -> tuple[Any, Gradients]:
+        """The result of ``loss_fn``, and gradients, each in memory of its own."""
+        (parameters,), parts = self.parameters, self.options.microbatches
+        trained = list({parameter: None for parameter in parameters if parameter.requires_grad})  # one may occur twice
+        gradients: dict[Tensor, Tensor] = {}
+        results = []
+        for part in parts_of(batch, parts):
+            loss, result = self.loss(*part)
+            if parts > 1:
+                if result is not loss:
+                    raise TargetError("with microbatches, loss_fn has to return the loss alone")
+                loss = result = loss / parts
+            scaled = loss if scale is None else loss * scale
+            found = torch.autograd.grad(scaled, trained, allow_unused=True)
+            for parameter, gradient in zip(trained, found, strict=True):
+                if gradient is not None:
+                    memory = torch.empty_like(parameter)  # ``frontend/steps.py`` leaves out the copy where it may
+                    memory.copy_(gradient)
+                    gradients[parameter] = gradients[parameter] + memory if parameter in gradients else memory
+            results.append(result)
+        return summed(results), [gradients.get(parameter) for parameter in parameters]
+
+
+class WholeStep(Differentiation):
+    """Forward, backward, clipping, the optimizer's update, ``zero_grad`` and the average's update.
+
+    Args:
+        loss: of the model.
+        optimizer: of its parameters.
+        options: of the step.
+    """
+
+    def __init__(self, loss: Loss, optimizer: Optimizer, options: StepOptions) -> None:
+        super().__init__(loss, options)
+        self.optimizer = optimizer
+
+    def run(self, *batch: Any) -> Any:
+        """Run the step; returns what ``loss_fn`` returns."""
+        (parameters,), options = self.parameters, self.options
+        result, gradients = self.differentiate(None, batch)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            if options.max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(parameters, options.max_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if options.average is not None:
+                follow_tensors(*pairs_of(options.average, self.loss.model), options.decay)
+        return result
