@@ -22,8 +22,6 @@ from benchmarks import result
 from benchmarks.compare import changes
 from benchmarks.harness import table
 from benchmarks.harness.isolation import compare_isolated
-from benchmarks.harness.modes import modes_of
-from benchmarks.harness.training import training_modes_of
 from benchmarks.plot import plots
 from benchmarks.result import Result, ResultError
 from benchmarks.stamp import stamp
@@ -208,8 +206,7 @@ def _tasks(
         raise ResultError(f"{arguments.out} is a result of {found['suite']}: write to another file")
     if suite.device == "cuda" and not torch.cuda.is_available():
         raise ResultError(f"the suite {arguments.suite} needs a CUDA device; the suite cpu does not")
-    known = training_modes_of if suite.rows[0].optimizer else modes_of
-    every = known(torch.device(suite.device))
+    every = suite.known
     _check_names("modes", modes, every)
     workloads = arguments.workloads or [row.workload for row in suite.rows]
     _check_names("workloads", workloads, [row.workload for row in suite.rows])

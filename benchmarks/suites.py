@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from benchmarks import zoo
+from benchmarks import steps, zoo
 from benchmarks.harness import modes
 from benchmarks.harness.comparison import Comparison
 from benchmarks.harness.inference import Inference
-from benchmarks.harness.training import Training
+from benchmarks.harness.steps import step_modes_of
+from benchmarks.harness.training import Training, training_modes_of
 from benchmarks.memory import ONE_STREAM
 
 
@@ -21,8 +22,8 @@ class Row:
     """One row of a result: a workload with its settings.
 
     Attributes:
-        workload: a name from :data:`benchmarks.zoo.INFERENCE`, ``PARALLEL`` or ``SMALLEST``; with an optimizer, from
-            ``TRAINING``.
+        workload: a name from :data:`benchmarks.zoo.INFERENCE`, ``PARALLEL`` or ``SMALLEST``, or from
+            :data:`benchmarks.steps.STEPS`; with an optimizer, from ``TRAINING``.
         batch: samples.
         dtype: e.g. ``"float16"``.
         optimizer: of a training step.
@@ -43,6 +44,14 @@ class Suite:
     modes: tuple[str, ...]
     baseline: str
 
+    @property
+    def known(self) -> Collection[str]:
+        """All modes that its rows can be measured in."""
+        row, device = self.rows[0], torch.device(self.device)
+        if row.workload in steps.STEPS:
+            return step_modes_of(device)
+        return training_modes_of(device) if row.optimizer else modes.modes_of(device)
+
 
 def comparison_of(row: Row, device: str) -> Callable[[], Comparison]:
     """A picklable function that makes a row's comparison."""
@@ -55,6 +64,9 @@ def _comparison(row: Row, device: str) -> Comparison:
         return Training(
             partial(zoo.prepare_training, zoo.TRAINING[row.workload], row.batch, row.optimizer, place), dtype
         )
+    if row.workload in steps.STEPS:
+        make = partial(steps.prepare_step, steps.STEPS[row.workload], row.batch, place)
+        return Training(make, dtype, partial(make, random=True))
     workload = {**zoo.INFERENCE, **zoo.PARALLEL, **zoo.SMALLEST}[row.workload]
     comparison = Inference(zoo.prepare(workload, row.batch, place, dtype))
     comparison.require_checkable()
@@ -87,6 +99,15 @@ SUITES: Mapping[str, Suite] = {
         ),
         ("eager", "cuda_graph", *_COMPILED, "autostream", ONE_STREAM),
         "cuda_graph",
+    ),
+    "steps": Suite(
+        "cuda",
+        tuple(Row(workload.name, workload.batch, workload.dtype) for workload in steps.STEPS.values()),
+        (
+            *("eager", "cuda_graph", "compile_reduce_overhead", "compile_captured", "cuda_graph_module"),
+            "autostream",
+        ),
+        "compile_captured",
     ),
     "quick": Suite(
         "cuda",

@@ -81,11 +81,11 @@ def prepare(workload: Workload, batch: int, device: torch.device, dtype: torch.d
     Raises:
         ValueError: an output has values that are not finite, or hardly depends on the inputs.
     """
-    with _seeded():
+    with seeded():
         model = workload.model().eval()
         samples, args, others = map(workload.inputs, (CALIBRATION_BATCH, batch, batch))
-    model = zoo.calibrated(model.to(device), _moved(samples, device, torch.float32)).to(dtype)
-    args, others = _moved(args, device, dtype), _moved(others, device, dtype)
+    model = zoo.calibrated(model.to(device), moved(samples, device, torch.float32)).to(dtype)
+    args, others = moved(args, device, dtype), moved(others, device, dtype)
     with torch.no_grad():
         _check_outputs(f"{workload.name} in {dtype}", model(*args), model(*others))
     return Subject(model, args, others)
@@ -101,9 +101,9 @@ def prepare_training(
     Raises:
         ValueError: the loss or a gradient has values that are not finite, or a parameter has no influence on the loss.
     """
-    with _seeded():
+    with seeded():
         model = workload.model().train()
-        data = _moved(workload.data(batch), device, dtype)
+        data = moved(workload.data(batch), device, dtype)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -113,14 +113,15 @@ def prepare_training(
 
 
 @contextmanager
-def _seeded() -> Iterator[None]:
+def seeded() -> Iterator[None]:
     """Seed the CPU's generator; no other is used."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(SEED)
         yield
 
 
-def _moved(tensors: Tensors, device: torch.device, dtype: torch.dtype) -> Tensors:
+def moved(tensors: Tensors, device: torch.device, dtype: torch.dtype) -> Tensors:
+    """Tensors on a device; those with floating-point numbers in this dtype."""
     return tuple(x.to(device, dtype if x.is_floating_point() else x.dtype) for x in tensors)
 
 

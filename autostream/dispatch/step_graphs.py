@@ -460,14 +460,17 @@ class Entry:
             NoSchedule: no CUDA graph reads tensors at these addresses, and none can be captured.
         """
         outputs = self.scheduled(self.traced.arguments(inputs, call.updates))
-        return self.result(outputs, call.args, call.kwargs)
+        return detached(self.restored(outputs, call.args, call.kwargs))
 
-    def result(self, outputs: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the step returns, by Dynamo's bytecode, which also applies side effects on Python objects."""
+    def restored(self, outputs: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the step returns, by Dynamo's bytecode, which also applies side effects on Python objects.
+
+        It may have tensors that are no outputs of the graph, such as weights.
+        """
         self._outputs = outputs
         try:
             with torch.enable_grad():
-                return detached(self._restored(self._body, args, kwargs))
+                return self._restored(self._body, args, kwargs)
         finally:
             self._outputs = ()
 

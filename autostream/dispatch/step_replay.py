@@ -19,6 +19,7 @@ from torch.nn.modules import module as nn_module
 
 from autostream.dispatch.scheduled_program import NoSchedule
 from autostream.errors import TraceError
+from autostream.frontend.batches import detached
 from autostream.frontend.eager_only import anomaly_detection, unusual_call
 from autostream.frontend.optimizers import obstacle
 from autostream.frontend.parameters import have_hooks, leave_no_gradients
@@ -59,14 +60,13 @@ class StepReplay:
         self.entry, self.key, self._body, self._steps = entry, call.key, graphs.body, 0
         self._guards = entry.captured.guards
         at_call = {id(tensor): at for at, tensor in enumerate(call.tensors)}
-        numbers = {id(each.numbers): len(call.tensors) + at for at, each in enumerate(call.updates)}
         given = {id(t) for t, item in zip(inputs, entry.captured.inputs, strict=True) if item.is_argument}
         if not given <= at_call.keys():
             raise NoSchedule("an argument is an object that holds a tensor")
-        positions = [(at_call | numbers).get(id(argument)) for argument in arguments]
+        positions = [at_call.get(id(argument)) for argument in arguments]
         self._held = [argument for argument, at in zip(arguments, positions, strict=True) if at is None]
         memory = [tensor.detach() for tensor in self._held]
-        self._launch = PartialCall(scheduled, place, memory, positions, len(call.tensors) + len(numbers))
+        self._launch = PartialCall(scheduled, place, memory, positions, len(call.tensors))
         self._unmoved = Layouts(self._held, whole=True).unchanged
         self._structure = flatten((call.args, call.kwargs))[1]
         self._alike = metadata_check(call.tensors)
@@ -115,10 +115,11 @@ class StepReplay:
     def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step that fits; returns its result."""
         self._steps += 1
-        numbers = [hyperparameters.numbers(device) for hyperparameters, device in self._hyperparameters]
-        outputs = self._launch([*tensors, *numbers])
+        for hyperparameters, device in self._hyperparameters:
+            hyperparameters.numbers(device)
+        outputs = self._launch(tensors)
         if self._returned is None:
-            return self.entry.result(outputs, args, kwargs)
+            return detached(self.entry.restored(outputs, args, kwargs))
         leave_no_gradients(self._cleared)
         for owner, name, value in self._stores:
             setattr(owner, name, value)
@@ -184,7 +185,7 @@ def _structure_of_result(entry: Entry, call: Call) -> tuple[Structure, list[int]
     runs = list[tuple[Any, Structure, list[int]]]()
     for number in range(2):
         outputs = [torch.full((), number) for _ in range(count)]
-        result = entry.result(outputs, call.args, call.kwargs)
+        result = entry.restored(outputs, call.args, call.kwargs)
         try:
             tensors, structure = flatten(result)
         except TraceError:

@@ -2,7 +2,8 @@
 
 Where to look: ``capture.py`` captures a call as one graph, ``guards.py`` says what is guarded, ``graph_breaks.py`` what
 happens at a graph break, ``eager_only.py`` which calls stay eager. ``aten.py`` makes programs of captured graphs,
-``autograd.py`` forward and backward graphs, and ``steps.py`` one program of a whole training step.
+``autograd.py`` forward and backward graphs. ``step_capture.py`` captures a training step, of which ``steps.py`` makes
+one program; ``training_steps.py`` writes out those of ``train_step``.
 
 The private interfaces of PyTorch that this package uses. All of them were first seen in torch 2.11, and are there in
 2.13; both versions are tested. After a ``TraceError`` the call runs eagerly.
@@ -48,6 +49,9 @@ File                   Interface                                          Where 
 ``decompositions.py``  kernels by dispatch key: ``OpOverload._op_dk``     no fallback
 ``optimizers.py``      ``torch.compiler._is_compiling_flag``              no fallback
 ..                     hooks of optimizers, ``_wrapped_by_lr_sched``      no fallback
+``step_capture.py``    ``config.trace_autograd_ops``                      a ``TraceError``: the step runs eagerly
+..                     ``SideEffects.register_hook``                      a ``TraceError`` names it
+..                     ``autograd_grad_consumed_grad_fns``, ``comptime``  a ``TraceError`` names it
 ``parameters.py``      ``Tensor._backward_hooks`` and its like            no fallback
 ``averages.py``        ``Module._non_persistent_buffers_set``             no fallback
 =====================  =================================================  ==============================================

@@ -325,28 +325,30 @@ def _entries(optimizer: Optimizer) -> list[Any]:
 
 
 class Numbers:
-    """Puts the inputs of an update into one float64 tensor on the parameters' device.
+    """Keeps the inputs of an update in one float64 tensor on the parameters' device, where graphs read them in place.
 
     Example:
         >>> numbers = Numbers()
         >>> first = numbers([0.1, 0.9], torch.device("cpu"))
-        >>> numbers([0.1, 0.9], torch.device("cpu")) is first
+        >>> numbers([0.2, 0.9], torch.device("cpu")) is first
         True
-        >>> numbers([0.2, 0.9], torch.device("cpu"))
+        >>> first
         tensor([0.2000, 0.9000], dtype=torch.float64)
     """
 
     def __init__(self) -> None:
-        self._last: tuple[list[float | Tensor], Tensor] | None = None
+        self._last = list[float | Tensor]()
+        self._memory = torch.empty(0)
 
     def __call__(self, numbers: list[float | Tensor], device: torch.device) -> Tensor:
-        """The numbers as a tensor; the last one, if they have not changed."""
-        if any(isinstance(number, Tensor) for number in numbers):  # the user's tensor may have changed in place
-            return torch.stack([_scalar(number, device) for number in numbers])
-        if self._last is None or self._last[0] != numbers or self._last[1].device != device:
-            # A new tensor: kernels of the last step may still read the old one.
-            self._last = numbers, torch.stack([_scalar(number, device) for number in numbers])
-        return self._last[1]
+        """The tensor, written if the numbers have changed; a new one for another device, or other inputs."""
+        changed = any(isinstance(number, Tensor) for number in numbers)  # the user's tensor may have changed in place
+        if len(self._memory) != len(numbers) or self._memory.device != device:
+            self._memory = torch.stack([_scalar(number, device) for number in numbers])
+        elif changed or self._last != numbers:
+            self._memory.copy_(torch.stack([_scalar(number, device) for number in numbers]))
+        self._last = numbers
+        return self._memory
 
 
 def _scalar(number: float | Tensor, device: torch.device) -> Tensor:

@@ -27,6 +27,7 @@ def have_hooks(parameters: Sequence[Tensor]) -> bool:
     """Whether hooks are registered that run when one of these gets a gradient.
 
     Example:
+        >>> import torch
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> handle = weight.register_hook(lambda gradient: gradient * 2)
         >>> before = have_hooks([weight])
@@ -72,6 +73,7 @@ def state_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> State | str:
     Step counters that the optimizer keeps on the CPU are moved to the parameters' device.
 
     Example:
+        >>> import torch
         >>> parameter = torch.nn.Parameter(torch.ones(2))
         >>> parameter.grad = torch.ones(2)
         >>> optimizer = torch.optim.SGD([parameter], momentum=0.9)
@@ -138,6 +140,7 @@ def have_no_gradients(parameters: Iterable[Tensor]) -> bool:
     """Whether the gradients of all parameters are ``None``.
 
     Example:
+        >>> import torch
         >>> have_no_gradients([torch.ones(2)])
         True
     """

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.comptime import comptime
 from torch.optim import Optimizer
 
 from autostream.errors import TraceError
@@ -64,6 +63,8 @@ class Body:
         for parameters in self.parameters:
             for parameter in parameters:
                 parameter.dtype  # noqa: B018 - Dynamo meets each here first
+        from torch._dynamo.comptime import comptime
+
         result = _detached(self.run(*args, **kwargs))
         comptime(_allow_results)
         return result

@@ -45,7 +45,7 @@ class Update:
         optimizer: the optimizer.
         groups: its hyperparameters, with an ``Input`` for each that is one.
         state: its tensors.
-        numbers: the values of its inputs, in one tensor.
+        numbers: the values of its inputs, in one tensor, which stays the same.
     """
 
     optimizer: Optimizer
@@ -93,7 +93,7 @@ def trace_step(captured: Capture, updates: Sequence[Update], modules: nn.Module)
     names: list[tuple[Role, str]] = [
         *names_of(captured, modules),
         *((Role.BUFFER, f"optimizer_{k}.{n}_{at}") for k, each in enumerate(updates) for at, n in each.state.names),
-        *((Role.INPUT, f"numbers_{k}") for k in range(len(updates))),
+        *((Role.BUFFER, f"optimizer_{k}.hyperparameters") for k in range(len(updates))),
     ]
     for tensor, (_, name) in zip(flat, names, strict=True):
         if reason := unusual(tensor):

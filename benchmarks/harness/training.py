@@ -18,6 +18,7 @@ from autostream.runtime.capture import clear_cublas_workspaces
 from autostream.training import train_step
 from benchmarks.harness.accuracy import MOST, allowed_error
 from benchmarks.harness.comparison import PreparedMode
+from benchmarks.harness.steps import StepSubject, step_modes_of
 
 STEPS = 3
 """Steps after which losses and parameters are compared."""
@@ -40,6 +41,19 @@ class TrainingSubject:
     optimizer: Optimizer
     data: tuple[Tensor, ...]
     loss: Callable[..., Tensor]
+
+    @property
+    def modules(self) -> nn.Module:
+        """All that a step writes."""
+        return self.model
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """All optimizers that a step uses."""
+        return (self.optimizer,)
+
+
+Subject = TrainingSubject | StepSubject
 
 
 def eager(subject: TrainingSubject) -> Step:
@@ -101,23 +115,30 @@ class Training:
     Args:
         make: makes an equal subject in a dtype each time; steps change it, so each mode has one.
         dtype: the dtype that is timed.
+        make_timed: makes the subject that is timed, if that draws random numbers; ``make`` by default.
     """
 
-    def __init__(self, make: Callable[[torch.dtype], TrainingSubject], dtype: torch.dtype) -> None:
-        self._make, self._dtype = make, dtype
+    def __init__(
+        self,
+        make: Callable[[torch.dtype], Subject],
+        dtype: torch.dtype,
+        make_timed: Callable[[torch.dtype], Subject] | None = None,
+    ) -> None:
+        self._make, self._dtype, self._make_timed = make, dtype, make_timed or make
         subject = make(torch.float64)
         self.device = subject.data[0].device
-        self.modes = training_modes_of(self.device)
-        self._expected = _results(subject, eager)
+        is_step = isinstance(subject, StepSubject)
+        self.modes: Mapping[str, Callable[[Any], Step]] = (step_modes_of if is_step else training_modes_of)(self.device)
+        self._expected = _results(subject, self.modes["eager"])
         subject = make(torch.float32)
-        errors = _errors(_results(subject, eager), self._expected)
+        errors = _errors(_results(subject, self.modes["eager"]), self._expected)
         self._compared = [error < _NOISE for error in errors]
         self.eager_error = max(compress(errors, self._compared))
         self.allowed_error = allowed_error(self.eager_error, torch.float32)
 
     def prepare(self, mode: str) -> PreparedMode:
         """Prepare a mode with a subject of its own."""
-        subject = self._make(self._dtype)
+        subject = self._make_timed(self._dtype)
         clear_cublas_workspaces()  # so that no mode is charged for those of the check
         step = self.modes[mode](subject)
 
@@ -136,12 +157,15 @@ class Training:
         errors = _errors(_results(subject, self.modes[mode]), self._expected)
         return max(compress(errors, self._compared))
 
-    def _drift(self, subject: TrainingSubject, step: Step) -> float:
+    def _drift(self, subject: Subject, step: Step) -> float:
         """0 where losses in the timed dtype are close to those expected, else infinity."""
-        fresh = self._make(self._dtype)
-        _restore(subject, fresh.model.state_dict())
-        losses = [step(*data).clone() for data in _batches(fresh.data)]
-        near = _errors(losses, self._expected[:STEPS])
+        fresh = self._make_timed(self._dtype)
+        _restore(subject, fresh.modules.state_dict())
+        losses = _losses(step, fresh.data)
+        if self._make_timed is self._make:
+            near = _errors(losses, self._expected[: len(losses)])
+        else:  # steps that draw random numbers are near each other in the mean
+            near = _errors([sum(losses)], [sum(_losses(self.modes["eager"](fresh), fresh.data))])  # type: ignore[list-item]
         return 0.0 if max(near) < MOST else float("inf")
 
 
@@ -150,17 +174,21 @@ _NOISE = 0.01
 a norm does."""
 
 
-def _results(subject: TrainingSubject, mode: Callable[[TrainingSubject], Step]) -> list[Tensor]:
-    """Losses of some steps, changes of the parameters, and the optimizer's state."""
-    parameters = list(subject.model.parameters())
-    start = {name: value.clone() for name, value in subject.model.state_dict().items()}
+def _results(subject: Any, mode: Callable[[Any], Step]) -> list[Tensor]:
+    """Losses of some steps, changes of the parameters, and the optimizers' state."""
+    parameters = list(subject.modules.parameters())
+    start = {name: value.clone() for name, value in subject.modules.state_dict().items()}
     step = mode(subject)  # may run steps to warm up
     step(*subject.data)  # the first call may compile or capture
     _restore(subject, start)
     before = [parameter.detach().clone() for parameter in parameters]
-    losses = [step(*data).detach().clone() for data in _batches(subject.data)]
+    losses = _losses(step, subject.data)
     changes = [after.detach() - value for after, value in zip(parameters, before, strict=True)]
     return [*losses, *changes, *(value.clone() for value in _optimizer_state(subject))]
+
+
+def _losses(step: Step, data: tuple[Tensor, ...]) -> list[Tensor]:
+    return [loss.detach().clone() for batch in _batches(data) for loss in tensors_in(step(*batch))]
 
 
 def _batches(data: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
@@ -175,15 +203,16 @@ def _errors(results: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float
     return list(map(relative_error, results, ([right] for right in expected)))
 
 
-def _optimizer_state(subject: TrainingSubject) -> list[Tensor]:
-    state = subject.optimizer.state
-    return [tensor for parameter in subject.model.parameters() for tensor in tensors_in(state[parameter])]
+def _optimizer_state(subject: Subject) -> list[Tensor]:
+    states = (optimizer.state for optimizer in subject.optimizers)
+    parameters = list(subject.modules.parameters())
+    return [tensor for state in states for parameter in parameters for tensor in tensors_in(state.get(parameter))]
 
 
 @torch.no_grad()
-def _restore(subject: TrainingSubject, start: Mapping[str, Tensor]) -> None:
+def _restore(subject: Subject, start: Mapping[str, Tensor]) -> None:
     """Restore the state before the first step, in place, since graphs hold addresses."""
-    for name, value in subject.model.state_dict().items():
+    for name, value in subject.modules.state_dict().items():
         value.copy_(start[name])
     for tensor in _optimizer_state(subject):
         tensor.zero_()

@@ -11,8 +11,9 @@ import torch
 from benchmarks import zoo
 from benchmarks.harness.inference import Inference
 from benchmarks.harness.modes import AUTOSTREAM, modes_of
-from benchmarks.harness.training import Training, training_modes_of
+from benchmarks.harness.training import Training
 from benchmarks.memory import ONE_STREAM
+from benchmarks.steps import STEPS
 from benchmarks.suites import SUITES, Row, comparison_of
 from tests.benchmarks.results import SCHEMA
 
@@ -24,11 +25,10 @@ def test_a_suite_names_what_exists_and_each_thing_once(name: str) -> None:
     assert suite.rows
     assert len(set(suite.rows)) == len(suite.rows)
     assert len(set(suite.modes)) == len(suite.modes)
-    known = training_modes_of if training else modes_of
-    assert {*suite.modes} <= known(torch.device(suite.device)).keys()
+    assert {*suite.modes} <= {*suite.known}
     assert suite.baseline in suite.modes
     for row in suite.rows:
-        assert row.workload in (zoo.TRAINING if training else {**zoo.INFERENCE, **zoo.PARALLEL})
+        assert row.workload in (zoo.TRAINING if training else {**zoo.INFERENCE, **zoo.PARALLEL, **STEPS})
         assert row.optimizer in (zoo.OPTIMIZERS if training else ("",))
         assert isinstance(getattr(torch, row.dtype), torch.dtype)
 
@@ -54,6 +54,16 @@ def test_a_contest_is_made_from_a_row_in_any_process() -> None:
     output = comparison.prepare("eager").call()
     assert isinstance(output, torch.Tensor)
     assert (len(output), output.dtype) == (2 * 128, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["ppo", "td3"])
+def test_a_step_with_several_parts_is_right_as_one_graph(name: str) -> None:
+    comparison = comparison_of(Row(name, 8, "float32"), "cpu")()
+    assert isinstance(comparison, Training)
+    prepared = comparison.prepare("autostream")
+    prepared.call()
+    assert prepared.error() <= comparison.allowed_error
+    assert [report.mode for report in prepared.reports()] != ["plain"]
 
 
 def test_a_row_with_an_optimizer_is_a_training_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,11 +72,11 @@ def test_placeholders_and_ops_of_a_step() -> None:
     momenta = [f"optimizer_0.momentum_buffer_{at}" for at in (0, 3, 4)]
     assert roles == [
         *((Role.PARAMETER, name) for name in parameters),
-        *((Role.BUFFER, name) for name in (*statistics, *momenta)),
-        *((Role.INPUT, name) for name in ("5", "9", "numbers_0")),
+        *((Role.BUFFER, name) for name in (*statistics, *momenta, "optimizer_0.hyperparameters")),
+        *((Role.INPUT, name) for name in ("5", "9")),
     ]
     names = [node.name for node in program.module.graph.find_nodes(op="placeholder")]
-    assert (names[0], names[-1]) == ("parameter_model_first_weight", "input_numbers_0")
+    assert (names[0], names[-1]) == ("parameter_model_first_weight", "input_9")
     assert names == [p.name for p in program.placeholders]
     order = ["aten::native_batch_norm", "aten::bernoulli_", "aten::mse_loss", "aten::mse_loss_backward"]
     order += ["aten::native_batch_norm_backward", "aten::mul_"]
