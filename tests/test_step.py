@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import autostream
-from autostream import OptionError, TargetError, TraceError
+from autostream import MismatchError, OptionError, TargetError, TraceError
 
 Update = Callable[..., Any]
 Made = tuple[Update, Sequence[Optimizer], nn.Module]
@@ -375,6 +375,32 @@ def test_disabled_it_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
     update(torch.ones(2, 3))
     assert update.reports == ()
     assert "AUTOSTREAM_DISABLE" in autostream.explain(update)
+
+
+def test_paranoid_steps_are_compared_with_eager_ones_from_the_same_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, targets, states and random numbers; then with a number that the graph does not see."""
+    monkeypatch.setenv("AUTOSTREAM_VERIFY", "paranoid")
+    steps: list[Any] = []
+
+    def scheduled(update: Update, optimizers: Sequence[Optimizer]) -> Update:
+        steps.append(autostream.step(optimizers=optimizers, kernels="eager", policy="critical_path")(update))
+        return steps[0]
+
+    for eager, ours in zip(state_after(sac, lambda update, _: update, 4), state_after(sac, scheduled, 4), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=0, atol=1e-10)
+    assert "plain" not in {report.mode for report in steps[0].reports}
+
+    update, model, _ = small()
+    update(torch.ones(2, 3))
+    model.register_forward_hook(hidden := lambda module, args, output: output * UNSEEN[0])
+    update(torch.ones(2, 3))
+    monkeypatch.setitem(hidden.__globals__, "UNSEEN", [2.0])
+    monkeypatch.setattr("autostream.frontend.guards.Guards.__call__", lambda *_: True)
+    with pytest.raises(MismatchError, match=r"small.<locals>.update, scheduled"):
+        update(torch.ones(2, 3))
+
+
+UNSEEN = [1.0]
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_a_contest_is_made_from_a_row_in_any_process() -> None:
     assert (len(output), output.dtype) == (2 * 128, torch.float32)
 
 
-@pytest.mark.parametrize("name", ["ppo", "td3"])
+@pytest.mark.parametrize("name", ["ppo"])
 def test_a_step_with_several_parts_is_right_as_one_graph(name: str) -> None:
     comparison = comparison_of(Row(name, 8, "float32"), "cpu")()
     assert isinstance(comparison, Training)
