@@ -1,4 +1,4 @@
-"""Random training steps: losses, backwards, clipping, updates, averages in any order, as one graph and in eager code."""
+"""Random training steps, as one graph and as written: losses, backwards, clipping, updates, averages in any order."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from autostream.frontend.attention_masks import simplify_masks
 from autostream.frontend.dynamo import compiling, errors_not_logged, timed
 from autostream.frontend.guards import (
     Guards,
+    compare_identities,
     drop_guards,
     guard_identities,
     guards_of,
@@ -212,6 +213,7 @@ def _capture_of(
     unguarded: Callable[[object, str], bool] | None,
 ) -> Capture:
     graph_output = output.graph_capture_output()
+    compare_identities(graph_output, _is_argument)
     if unguarded is not None:
         drop_guards(graph_output, scope, unguarded)
     placeholders = module.graph.find_nodes(op="placeholder")

@@ -162,10 +162,26 @@ def _identity(builder: Any, guard: Any) -> None:
     builder.get_guard_manager(guard).add_id_match_guard(id(builder.get(guard)), message, guard.user_stack)
 
 
-def drop_guards(graph_output: Any, scope: dict[str, Any], unguarded: Callable[[object, str], bool]) -> None:
-    """Drop the guards of attributes, and of all that is reached through them.
+def compare_identities(graph_output: Any, is_argument: Callable[[Any], bool]) -> None:
+    """Replace each guard that two sources are one object by guards of the identity of both, unless one is an argument.
 
-    A guard that two sources are one object becomes a guard of the identity of the source that stays.
+    Dynamo evaluates such guards as Python code in each call. The others are checked in C++, and can be skipped.
+
+    Args:
+        graph_output: Dynamo's ``GraphCaptureOutput``.
+        is_argument: whether a source is an argument of the call, or lies in one.
+    """
+    guards = graph_output.output_graph.guards
+    for guard in [*guards.inner]:
+        other = getattr(guard.create_fn, "keywords", {}).get("source_b")
+        sources = [guard.originating_source, other]
+        if other is not None and not any(map(is_argument, sources)):
+            guards.inner.discard(guard)
+            guard_identities(graph_output, sources)
+
+
+def drop_guards(graph_output: Any, scope: dict[str, Any], unguarded: Callable[[object, str], bool]) -> None:
+    """Drop the guards of attributes, and of all that is reached through them, after :func:`compare_identities`.
 
     Args:
         graph_output: Dynamo's ``GraphCaptureOutput``.
@@ -174,12 +190,8 @@ def drop_guards(graph_output: Any, scope: dict[str, Any], unguarded: Callable[[o
     """
     guards = graph_output.output_graph.guards
     for guard in [*guards.inner]:
-        keywords = getattr(guard.create_fn, "keywords", {})
-        sources = [guard.originating_source, *filter(None, [keywords.get("source_b")])]
-        stay = [source for source in sources if not is_reached(source, scope, graph_output.f_globals, unguarded)]
-        if len(stay) < len(sources):
+        if is_reached(guard.originating_source, scope, graph_output.f_globals, unguarded):
             guards.inner.discard(guard)
-            guard_identities(graph_output, stay)
 
 
 def is_reached(
@@ -256,12 +268,17 @@ def _is_skippable(node: Any) -> bool:
     if issubclass(kind, Tensor):
         absent = any(type(guard).__name__ == "NO_HASATTR" for guard in node.get_leaf_guards())
         return bool(node.has_no_accessors()) and not node.has_object_aliasing_guard() and not absent
-    if node.is_guarded_value_immutable():
+    if node.is_guarded_value_immutable() or _is_identity(node):
         return True
     return all(
         _is_skippable_access(kind, node.get_source(), type(accessor).__name__, child)
         for accessor, child in zip(node.get_accessors(), node.get_child_managers(), strict=True)
     ) and issubclass(kind, (dict, nn.Module, type, *_FUNCTIONS, tuple))
+
+
+def _is_identity(node: Any) -> bool:
+    """Whether a node guards which object there is, and nothing about it."""
+    return bool(node.has_no_accessors()) and {type(guard).__name__ for guard in node.get_leaf_guards()} == {"ID_MATCH"}
 
 
 def _is_skippable_access(kind: type, source: str, accessor: str, child: Any) -> bool:
