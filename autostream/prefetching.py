@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from autostream.api import OptimizedModule
+from autostream.dispatch.step_functions import StepFunction
 from autostream.errors import OptionError, TargetError, shown
 from autostream.frontend.tree import map_tensors
 from autostream.runtime.input_buffers import BufferTable, InputBuffers, Memory, new_memory
@@ -39,7 +40,7 @@ def prefetch(
     device: str | torch.device | int,
     depth: int = 2,
     *,
-    into: OptimizedModule | TrainStep | None = None,
+    into: OptimizedModule | TrainStep | StepFunction | None = None,
 ) -> Iterable[Batch]:
     """Iterate over a loader's batches on a device, each copied there while earlier ones are computed on.
 
@@ -69,7 +70,8 @@ def prefetch(
         device: a CUDA device; for ``"cpu"``, and if there is no CUDA, the loader itself is returned.
         depth: how many batches are read ahead and copied to the device, at least 1. With 1, a copy waits for the work
             on the batch before; 2 is enough unless batches differ much in how long they take.
-        into: what :func:`~autostream.optimize` or :func:`~autostream.train_step` returned, if batches are for that.
+        into: what :func:`~autostream.optimize`, :func:`~autostream.train_step` or :func:`~autostream.step` returned, if
+            batches are for that.
 
     Returns:
         An iterable over as many batches. Its ``len`` and its attributes, such as ``dataset``, are the loader's, also
@@ -91,8 +93,8 @@ def prefetch(
         raise TargetError(f"prefetch takes a DataLoader or another iterable of batches, not {loader!r}")
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
         raise OptionError(f"depth={depth!r} is not allowed: use a whole number from 1")
-    if not isinstance(into, OptimizedModule | TrainStep | None):
-        raise TargetError(f"into takes what optimize or train_step returned, not {shown(into)}")
+    if not isinstance(into, OptimizedModule | TrainStep | StepFunction | None):
+        raise TargetError(f"into takes what optimize, train_step or step returned, not {shown(into)}")
     target = _device_named(device)
     if target.type not in ("cpu", "cuda"):
         raise TargetError(f"prefetch copies to CUDA devices, not to {target}: iterate over the loader itself")
@@ -108,8 +110,8 @@ def prefetch(
     return _Prefetched(loader, _Target(torch.device("cuda", index), memory), depth)
 
 
-def _input_buffers_of(called: OptimizedModule | TrainStep) -> BufferTable:
-    return called.input_buffers if isinstance(called, TrainStep) else called._autostream.input_buffers
+def _input_buffers_of(called: OptimizedModule | TrainStep | StepFunction) -> BufferTable:
+    return called._autostream.input_buffers if isinstance(called, OptimizedModule) else called.input_buffers
 
 
 def _device_named(device: str | torch.device | int) -> torch.device:

@@ -572,7 +572,7 @@ def test_on_the_cpu_the_loader_itself_is_used(caplog: pytest.LogCaptureFixture) 
         ((3, "cpu"), TargetError, "iterable of batches, not 3"),
         (([], "meta"), TargetError, "not to meta"),
         (([], "cuda:99"), TargetError, r"no cuda:99 here: use cuda:0 to cuda:0$"),
-        (([], "cuda", 2, nn.ReLU()), TargetError, r"^into takes what optimize or train_step returned, not "),
+        (([], "cuda", 2, nn.ReLU()), TargetError, r"^into takes what optimize, train_step or step returned, not "),
     ],
 )
 def test_mistakes_raise(arguments: tuple[Any, ...], kind: type[Exception], message: str) -> None:

@@ -444,3 +444,45 @@ def test_an_index_that_is_valid_for_the_changed_model_only_is_no_error(change: C
     change(net)
     for _ in range(2):
         torch.testing.assert_close(fast(large), net(large))
+
+
+class Config:
+    """Settings that two modules share."""
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+class Scaled(nn.Module):
+    def __init__(self, config: Config, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.config, self.inner = config, inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x if self.inner is None else self.inner(x)) * self.config.scale  # type: ignore[no-any-return]
+
+
+def test_an_object_that_two_modules_share_is_compared_with_itself() -> None:
+    """One that is equal counts as another: only one of the two modules may follow it later."""
+    config = Config()
+    model, x = Scaled(config, Scaled(config)), torch.ones(2)
+    captured = capture(model, (x,), {})
+    assert captured is not None
+    assert captured.guards(model, (x,), {})
+    model.inner.config = Config()  # type: ignore[union-attr]
+    assert not captured.guards(model, (x,), {})
+    model.inner.config = config  # type: ignore[union-attr]
+    assert captured.guards(model, (x,), {})
+    config.scale = 3.0
+    assert not captured.guards(model, (x,), {})
+
+
+def test_arguments_that_are_one_tensor_are_compared_with_each_other() -> None:
+    def add(args: tuple[Tensor, Tensor]) -> Tensor:
+        return args[0].add_(1) + args[1]
+
+    x, y = torch.ones(2), torch.ones(2)
+    captured = capture(add, ((x, x),), {})
+    assert captured is not None
+    assert captured.guards(add, ((y, y),), {})
+    assert not captured.guards(add, ((x, y),), {})
