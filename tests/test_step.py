@@ -377,6 +377,30 @@ def test_disabled_it_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "AUTOSTREAM_DISABLE" in autostream.explain(update)
 
 
+def test_a_buffer_that_a_layer_sets_to_itself_keeps_its_graph() -> None:
+    """As spectral norms of GANs do: ``self._u = normalize(..., out=self._u)``."""
+    torch.manual_seed(0)
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 1)).double()
+    (norm,), optimizer = model.parametrizations.weight, torch.optim.SGD(model.parameters(), lr=0.1)  # type: ignore[union-attr]
+
+    @autostream.step(optimizers=[optimizer], kernels="eager", policy="critical_path")
+    def update(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss  # type: ignore[no-any-return]
+
+    buffer, other, results = norm._u, copy.deepcopy((model, optimizer)), list[list[Tensor]]()
+    for step, trained in ((update, (model, optimizer)), (update.__wrapped__, other)):  # type: ignore[attr-defined]
+        if trained is other:
+            model.load_state_dict(other[0].state_dict())
+        results.append([step(torch.full((2, 3), 0.5 + at, dtype=torch.double)).detach() for at in range(6)])
+    torch.testing.assert_close(*results)
+    assert norm._u is buffer
+    assert len(update.reports) == 1
+
+
 def test_paranoid_steps_are_compared_with_eager_ones_from_the_same_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, targets, states and random numbers; then with a number that the graph does not see."""
     monkeypatch.setenv("AUTOSTREAM_VERIFY", "paranoid")

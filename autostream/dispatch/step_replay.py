@@ -65,8 +65,7 @@ class StepReplay:
             raise NoSchedule("an argument is an object that holds a tensor")
         positions = [at_call.get(id(argument)) for argument in arguments]
         self._held = [argument for argument, at in zip(arguments, positions, strict=True) if at is None]
-        memory = [tensor.detach() for tensor in self._held]
-        self._launch = PartialCall(scheduled, place, memory, positions, len(call.tensors))
+        self._launch = PartialCall(scheduled, place, self._held, positions, len(call.tensors))
         self._unmoved = Layouts(self._held, whole=True).unchanged
         self._structure = flatten((call.args, call.kwargs))[1]
         self._alike = metadata_check(call.tensors)

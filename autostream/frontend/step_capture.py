@@ -163,7 +163,10 @@ def _same_graph(one: Capture, other: Capture) -> bool:
     return inputs[0] == inputs[1] and one.module.code == other.module.code
 
 
-_ADDS = "it adds to gradients that are there when it is called: call zero_grad() before each backward, or where it ends"
+_ADDS = (
+    "it adds to gradients that are there when it is called: call zero_grad() before each backward, or where it ends, "
+    "and without set_to_none=False"
+)
 
 
 _REPLACED = ("step", "zero_grad")

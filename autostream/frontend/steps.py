@@ -161,7 +161,9 @@ class _Run:
             raise _RandomRecomputation
         if not all(isinstance(output, Tensor) for output in outputs):
             raise TraceError("the number of a tensor goes to Python: return the tensor instead")
-        return [output.detach() for output in outputs]
+        given = {id(tensor) for tensor in inputs if not tensor.requires_grad}
+        # What an op with ``out=`` returns may be an input: a module that keeps it has the same buffer as before.
+        return [output if id(output) in given else output.detach() for output in outputs]
 
 
 def _keep_lines(loss: Tensor) -> None:
