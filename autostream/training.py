@@ -32,7 +32,7 @@ from autostream.frontend.averages import differing_buffers
 from autostream.frontend.losses import Loss
 from autostream.frontend.model_proxy import proxy_of
 from autostream.frontend.modules import name_of
-from autostream.frontend.optimizers import TRACED, obstacle, takes_closure
+from autostream.frontend.optimizers import TRACED, note_step, obstacle, takes_closure
 from autostream.frontend.parameters import stateless
 from autostream.frontend.training_steps import Gradients
 from autostream.fusion.inductor import check_level, check_settings
@@ -262,7 +262,7 @@ class TrainStep:
                 return self(*batch)
         with torch.set_grad_enabled(False):  # takes half the time of no_grad
             result = self._run(batch)
-        self._step.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedulers would warn
+        note_step(self._step.optimizer)
         return result
 
     def _run(self, batch: tuple[Any, ...]) -> Any:

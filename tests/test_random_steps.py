@@ -88,7 +88,8 @@ def made(program: Program) -> tuple[Callable[..., Any], list[Optimizer], nn.Modu
     """The step, its optimizers, and all modules."""
     torch.manual_seed(0)
     between = {"relu_": nn.ReLU(inplace=True), "norm": nn.BatchNorm1d(4), "dropout": nn.Dropout(0.3)}
-    trunk = nn.Sequential(nn.Linear(3, 4), between[program.activation])
+    # The gradient of a bias before a norm is rounding alone, which optimizers like RMSprop scale up.
+    trunk = nn.Sequential(nn.Linear(3, 4, bias=program.activation != "norm"), between[program.activation])
     heads = nn.ModuleList(nn.Linear(4, 2) for _ in range(HEADS))
     modules = nn.ModuleList([trunk, heads]).double()
     average = copy.deepcopy(modules).requires_grad_(False)
@@ -183,5 +184,5 @@ def test_a_random_step_is_the_eager_one(program: Program) -> None:
     assert [each is None for each in ours] == [each is None for each in eager]
     pairs = [(one, other) for one, other in zip(ours, eager, strict=True) if one is not None and other is not None]
     for one, other in pairs:
-        torch.testing.assert_close(one.detach().double(), other.detach().double(), rtol=0, atol=1e-10)
+        torch.testing.assert_close(one.detach().double(), other.detach().double(), rtol=0, atol=1e-8)
     assert "plain" not in {report.mode for report in steps[0].reports}

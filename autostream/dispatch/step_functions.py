@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from autostream.dispatch.step_graphs import Done, StepGraphs
 from autostream.errors import TargetError
 from autostream.frontend.losses import modules_in
+from autostream.frontend.optimizers import note_step
 from autostream.frontend.parameters import stateless
 from autostream.frontend.step_capture import Body
 from autostream.frontend.tree import map_tensors
@@ -72,7 +73,7 @@ class StepFunction:
         with torch.set_grad_enabled(False):  # takes half the time of no_grad
             result = self._run(args, kwargs)
         for optimizer in self._optimizers:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedulers would warn
+            note_step(optimizer)
         return result
 
     def __get__(self, instance: object, owner: type | None = None) -> StepFunction:

@@ -68,6 +68,7 @@ class StepReplay:
         self._launch = PartialCall(scheduled, place, self._held, positions, len(call.tensors))
         self._unmoved = Layouts(self._held, whole=True).unchanged
         self._structure = flatten((call.args, call.kwargs))[1]
+        self._only_tensors = not call.kwargs and all(isinstance(value, Tensor) for value in call.args)
         self._alike = metadata_check(call.tensors)
         self._storages = frozenset(map(storage_of, self._held))
         if not self._are_disjoint(call.tensors):
@@ -92,7 +93,8 @@ class StepReplay:
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
         """The tensors in the arguments if the step is like the earlier one, else ``None``."""
-        tensors = tensors_like(self._structure, (args, kwargs))
+        flat = self._only_tensors and not kwargs
+        tensors: Sequence[Tensor] | None = args if flat else tensors_like(self._structure, (args, kwargs))
         as_it_was = (
             tensors is not None
             and self._alike(tensors)

@@ -104,6 +104,15 @@ def takes_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is closure.empty
 
 
+def note_step(optimizer: Optimizer) -> None:
+    """Tell learning-rate schedulers, which would warn, that the optimizer has stepped.
+
+    It is written once: what is written to an optimizer makes the guards on it slow.
+    """
+    if not getattr(optimizer, "_opt_called", False):
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 def _is_autostreams(hook: object) -> bool:
     """Whether a hook is autostream's: it records that an optimizer has stepped outside of graphs."""
     return str(getattr(hook, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
@@ -263,7 +272,9 @@ class Hyperparameters:
         self._values = values(optimizer)
         self._entries: list[Any] = []
         self._immutable = False
-        self._as_tensor = Numbers()
+        self._as_tensor, self._memory = Numbers(), torch.empty(0)
+        self._written: list[Any] | None = None
+        """The entries whose numbers are in the tensor."""
 
     def refresh(self) -> tuple[Structure | None, str]:
         """Read the hyperparameters. Numbers that changed since the last call become inputs, from now on.
@@ -316,7 +327,10 @@ class Hyperparameters:
 
     def numbers(self, device: torch.device) -> Tensor:
         """The inputs as :meth:`refresh` or :meth:`same` last read them, in one tensor."""
-        return self._as_tensor([self._values[at] for at in self.inputs], device)
+        if self._written is not self._entries:
+            self._memory = self._as_tensor([self._values[at] for at in self.inputs], device)
+            self._written = self._entries
+        return self._memory
 
 
 def _entries(optimizer: Optimizer) -> list[Any]:
