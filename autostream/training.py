@@ -279,7 +279,8 @@ class TrainStep:
             self._stateless = stateless(step.optimizer)
             return result
         step.check(batch)
-        tried = self._average_obstacle() or whole(batch, {})
+        differing = self._average_obstacle()
+        tried = whole.refused(differing) if differing else whole(batch, {})
         if isinstance(tried, Refusal):
             return step.complete(*self._differentiated(batch, [tried]))
         return tried.result

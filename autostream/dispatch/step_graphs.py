@@ -211,19 +211,21 @@ class StepGraphs:
         self._replays = [replay for replay in self._replays if replay.is_current()]  # others hold memory for nothing
         call = self.call(args, kwargs)
         if isinstance(call, Refusal):
-            return self._refused(call)
+            self._replays = []  # what they compare hyperparameters with may have been read anew
+            return self.refused(call)
+        self._replays = [replay for replay in self._replays if replay.key.groups == call.key.groups]
         self.body.parameters = call.parameters
         entry, inputs = self._entry(call) or self._new_entry(call)
         if isinstance(entry, Refusal):
-            return self._refused(entry)
+            return self.refused(entry)
         if have_hooks([tensor for tensor in inputs if tensor.requires_grad]):
-            return self._refused(Refusal(HOOKED))
+            return self.refused(Refusal(HOOKED))
         try:
             if self._paranoid:
                 return Done(self._compared(entry, call, inputs))
             result = entry.run(call, inputs)
         except NoSchedule as reason:
-            return self._refused(Refusal(str(reason)))
+            return self.refused(Refusal(str(reason)))
         self._add_replay(entry, call, inputs)
         return Done(result)
 
@@ -290,7 +292,12 @@ class StepGraphs:
             return "a parameter belongs to two optimizers"
         return next(filter(None, map(obstacle, self.updated)), "")
 
-    def _refused(self, refusal: Refusal) -> Refusal:
+    def refused(self, refusal: Refusal) -> Refusal:
+        """The refusal.
+
+        Raises:
+            TraceError: ``strict=True``.
+        """
         if self.options.strict:
             raise TraceError(refusal.reason)
         return refusal
@@ -394,7 +401,7 @@ def trace(graphs: StepGraphs, call: Call) -> tuple[Capture, Traced]:
     modules = graphs.modules()
     if reason := _uncapturable(modules):
         raise TraceError(reason)
-    graphs.body.parameters = call.parameters
+    graphs.body.parameters, graphs.body.owner = call.parameters, modules
     captured = capture_step(graphs.body, graphs.updated, call.args, call.kwargs)
     return captured, trace_step(captured, call.updates, modules)
 

@@ -83,9 +83,10 @@ class StepReplay:
         self._entries = SameEntries(chain.from_iterable([state, *state.values()] for state in self._states))
         self._parameters = call.every
         trained = set(map(id, self._parameters))
-        others = [tensor for tensor in inputs if tensor.requires_grad and id(tensor) not in trained]
+        others = [tensor for tensor in inputs if id(tensor) not in trained and id(tensor) not in at_call]
         self._watched = [*self._parameters, *others]
         self._required = list(map(_REQUIRES_GRADIENTS, self._watched))
+        self._hooked = [tensor for tensor in self._watched if tensor.requires_grad]
         self._returned = None if entry.captured.effects else _structure_of_result(entry, call)
         stores = entry.captured.stores
         self._cleared = [owner for owner, name, value in stores if _is_cleared(owner, name, value)]
@@ -105,7 +106,7 @@ class StepReplay:
             and not any(map(obstacle, self._updated))
             and all(hyperparameters.same() for hyperparameters, _ in self._hyperparameters)
             and self._same_objects()
-            and not have_hooks(self._watched)
+            and not have_hooks(self._hooked)
             and list(map(_REQUIRES_GRADIENTS, self._watched)) == self._required
             and self._same_numerics()
             and self._unmoved()

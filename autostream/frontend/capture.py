@@ -80,7 +80,7 @@ class Capture:
         stores: the constants that a call assigns to attributes of Python objects.
         effects: whether a call has side effects on Python objects beyond ``stores``.
         leaves_gradients: whether it sets the ``.grad`` of a tensor to a tensor.
-        changed: with ``unguarded``, the steps by which the call reaches each object that it changes
+        changed: with ``unguarded``, each object that the call changes, and the steps by which it reaches it
             (``guards.steps_of``).
     """
 
@@ -181,7 +181,11 @@ def capture(
         stores = tuple((value_of(source, scope, known), name, value) for source, name, value in stores)
         changed: tuple[tuple[object, str], ...] = ()
         if unguarded is not None:
-            changed = tuple(step for source in sources for step in steps_of(source, scope, known))
+            changed = tuple(
+                step
+                for source in sources
+                for step in ((value_of(source, scope, known), ""), *steps_of(source, scope, known))
+            )
         return replace(captured, stores=stores, effects=effects, leaves_gradients=leaves_gradients, changed=changed)
     except (ImportError, AttributeError) as error:  # PyTorch lacks a private interface
         raise TraceError(first_line(error)) from error
@@ -213,7 +217,7 @@ def _capture_of(
     unguarded: Callable[[object, str], bool] | None,
 ) -> Capture:
     graph_output = output.graph_capture_output()
-    compare_identities(graph_output, _is_argument)
+    compare_identities(graph_output, scope, is_argument)
     if unguarded is not None:
         drop_guards(graph_output, scope, unguarded)
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -224,7 +228,7 @@ def _capture_of(
     if numbers := [node.name for node, value in values if not isinstance(value, Tensor)]:
         raise TraceError(f"the graph takes a number, {numbers[0]}: pass it as a tensor")
     inputs = tuple(
-        Input(node.name, source_name(source), _is_argument(source))
+        Input(node.name, source_name(source), is_argument(source))
         for node, source in zip(placeholders, sources, strict=True)
     )
     held = [source for source, item in zip(sources, inputs, strict=True) if not item.is_argument]
@@ -245,7 +249,7 @@ def _capture_of(
     return Capture(module, inputs, tuple(example_inputs), guarded, restore)
 
 
-def _is_argument(source: Any) -> bool:
+def is_argument(source: Any) -> bool:
     """Whether a value is an argument of the call, or lies in one."""
     while (base := getattr(source, "base", None)) is not None:
         source = base
@@ -277,7 +281,7 @@ def _side_effects() -> tuple[tuple[Store, ...], bool, bool, list[Any]]:
         attributes = effects.store_attr_mutations.get(item)
         constants = None if attributes is None else _constants(attributes)
         is_container = isinstance(vars(item).get("value"), list | dict | set | tuple)
-        if constants is None or item.source is None or is_container or _is_argument(item.source):
+        if constants is None or item.source is None or is_container or is_argument(item.source):
             return (), True, leaves_gradients, sources
         stores += [(item.source, name, value) for name, value in constants.items()]
     return tuple(stores), bool(effects.tensor_hooks or effects.save_for_backward), leaves_gradients, sources

@@ -96,7 +96,9 @@ class Guards:
 
 
 def _modules_of(model: Callable[..., Any]) -> list[nn.Module]:
-    return list(model.modules()) if isinstance(model, nn.Module) else []
+    """The modules of a model, or of anything else that has a method ``modules`` as modules have."""
+    modules = getattr(model, "modules", None)
+    return list(modules()) if callable(modules) and not isinstance(model, type) else []
 
 
 def guards_of(graph_output: Any, code: CodeType, scope: dict[str, Any]) -> Guards:
@@ -162,20 +164,23 @@ def _identity(builder: Any, guard: Any) -> None:
     builder.get_guard_manager(guard).add_id_match_guard(id(builder.get(guard)), message, guard.user_stack)
 
 
-def compare_identities(graph_output: Any, is_argument: Callable[[Any], bool]) -> None:
+def compare_identities(graph_output: Any, scope: dict[str, Any], is_argument: Callable[[Any], bool]) -> None:
     """Replace each guard that two sources are one object by guards of the identity of both, unless one is an argument.
 
     Dynamo evaluates such guards as Python code in each call. The others are checked in C++, and can be skipped.
 
     Args:
         graph_output: Dynamo's ``GraphCaptureOutput``.
+        scope: the locals of what was traced.
         is_argument: whether a source is an argument of the call, or lies in one.
     """
     guards = graph_output.output_graph.guards
     for guard in [*guards.inner]:
         other = getattr(guard.create_fn, "keywords", {}).get("source_b")
         sources = [guard.originating_source, other]
-        if other is not None and not any(map(is_argument, sources)):
+        if other is None or any(map(is_argument, sources)):
+            continue
+        if not isinstance(value_of(other, scope, graph_output.f_globals), dict):  # guards of those take no others
             guards.inner.discard(guard)
             guard_identities(graph_output, sources)
 
@@ -190,7 +195,9 @@ def drop_guards(graph_output: Any, scope: dict[str, Any], unguarded: Callable[[o
     """
     guards = graph_output.output_graph.guards
     for guard in [*guards.inner]:
-        if is_reached(guard.originating_source, scope, graph_output.f_globals, unguarded):
+        create = getattr(guard.create_fn, "func", guard.create_fn)
+        is_of_attribute = getattr(create, "__name__", "") == "HASATTR"  # its source is the object that may have one
+        if not is_of_attribute and is_reached(guard.originating_source, scope, graph_output.f_globals, unguarded):
             guards.inner.discard(guard)
 
 
@@ -264,7 +271,7 @@ def _is_skippable(node: Any) -> bool:
     """Whether what this node guards can change only with a dictionary's version, if that holds for all nodes below."""
     kind = node.get_type_of_guarded_value()
     if hasattr(node, "get_key_value_managers"):
-        return True
+        return bool(_children(node))  # Dynamo records no version of an empty dictionary
     if issubclass(kind, Tensor):
         absent = any(type(guard).__name__ == "NO_HASATTR" for guard in node.get_leaf_guards())
         return bool(node.has_no_accessors()) and not node.has_object_aliasing_guard() and not absent

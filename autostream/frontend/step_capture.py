@@ -9,17 +9,18 @@ while it traces, their ``step`` is one op that stands for the update, and ``zero
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autostream.errors import TraceError
-from autostream.frontend.capture import Capture, capture
+from autostream.frontend.capture import Capture, capture, is_argument
 from autostream.frontend.optimizers import values
 from autostream.frontend.parameters import clear_gradients, have_no_gradients, set_aside
 
@@ -49,6 +50,7 @@ class Body:
         parameters: of each optimizer, as they are now: they are set before each call. To the graph they are parameters
             of this object, whichever way the function gets at them, as Dynamo would take those that it meets in an
             optimizer first for constants.
+        owner: one module with all modules of the step.
     """
 
     takes_gradients = True
@@ -57,6 +59,11 @@ class Body:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.parameters: Sequence[Sequence[Tensor]] = ()
+        self.owner = nn.Module()
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules of the step, whose classes are guarded."""
+        return self.owner.modules()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step."""
@@ -126,13 +133,19 @@ def capture_step(body: Body, optimizers: Sequence[Optimizer], args: tuple[Any, .
         return is_replaced(owner, name)
 
     def captured(unguarded: Callable[[object, str], bool]) -> Capture:
-        with _without_updates(body, optimizers), _without_hooks():
+        with _without_updates(body, optimizers), _without_hooks(), _aliases_guarded(), _unmarked(every.values()):
             found = capture(body, args, kwargs, unguarded=unguarded)
         if found is None:
             raise TraceError("it computes nothing with tensors")
-        for owner, _ in found.changed:
-            if any(owner is optimizer for optimizer in optimizers):
-                raise TraceError(f"it changes {type(owner).__name__} other than by step(), such as its learning rate")
+        for optimizer in optimizers:
+            if any(owner is one for owner, _ in found.changed for one in (optimizer, *optimizer.param_groups)):
+                raise TraceError(
+                    f"it changes {type(optimizer).__name__} other than by step(), such as its learning rate"
+                )
+        tensors = dict(zip(found.module.graph.find_nodes(op="placeholder"), found.tensors, strict=True))
+        for node in found.module.graph.nodes:
+            if getattr(node.target, "__name__", "") == "set_" and id(tensors.get(node.args[0])) in every:
+                raise TraceError("it sets the data of a parameter, whose gradient would be lost: write it in place")
         numbers = {id(value) for each in optimizers for value in values(each) if isinstance(value, Tensor)}
         if any(id(tensor) in numbers for tensor in found.tensors):
             raise TraceError("it reads a hyperparameter of an optimizer that is a tensor")
@@ -210,6 +223,51 @@ def _without_hooks() -> Iterator[None]:
         yield
     finally:
         SideEffects.register_hook = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def _aliases_guarded() -> Iterator[None]:
+    """Let Dynamo guard that a local and a global are one object: it does so for two locals, or two globals.
+
+    A weight that is reached through a global is met as a parameter of the body first.
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.variables import builder as module
+
+    builder: Any = module
+    thread, make = threading.get_ident(), builder.make_dupe_guard
+
+    def make_any(source: Any, other: Any) -> Any:
+        guard = make(source, other)
+        is_left_out = guard is None and other is not None and source != other and threading.get_ident() == thread
+        if is_left_out and not (is_argument(source) or is_argument(other)):
+            return partial(GuardBuilder.DUPLICATE_INPUT, source_b=other)
+        return guard
+
+    builder.make_dupe_guard = make_any
+    try:
+        yield
+    finally:
+        builder.make_dupe_guard = make
+
+
+@contextmanager
+def _unmarked(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let parameters be without the mark that makes them constants of Dynamo's graphs, and leave it as it was.
+
+    Dynamo itself marks those that it meets in an optimizer.
+    """
+    marks = {parameter: vars(parameter).pop(_MARK, None) for parameter in parameters}
+    try:
+        yield
+    finally:
+        for parameter, mark in marks.items():
+            vars(parameter).pop(_MARK, None)
+            if mark is not None:
+                vars(parameter)[_MARK] = mark
+
+
+_MARK = "_dynamo_static_input_type"
 
 
 def _step_of(body: Body, index: int) -> Callable[[], None]:

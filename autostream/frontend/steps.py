@@ -11,7 +11,8 @@ the backward ends.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,11 +127,22 @@ HOOKED = "a parameter has hooks on its gradient, which a graph would not call"
 def _traced_below_autograd(run: Callable[..., list[Tensor]], inputs: Sequence[GraphInput]) -> fx.GraphModule:
     """The graph of the ops that a function with backwards in it dispatches, called with fake tensors like these."""
     # A tracer records the ops of its own thread only, so the backward has to run in it.
-    with torch.no_grad(), hooks_set_aside(), torch.autograd.set_multithreading_enabled(False):
+    with torch.no_grad(), hooks_set_aside(), torch.autograd.set_multithreading_enabled(False), _transforms_left():
         graph = traced_on_fakes(run, [tensor for *_, tensor in inputs], {**SPLIT_CONVOLUTIONS, **split_lists()})
     if graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer_backward.default):
         raise TraceError(_RECURRENT)
     return graph
+
+
+@contextmanager
+def _transforms_left() -> Iterator[None]:
+    """Leave the function transforms (vmap, grad) that a failed trace has entered: their ends are nodes of the graph."""
+    before = torch._C._functorch.maybe_current_level() or 0
+    try:
+        yield
+    finally:
+        while (torch._C._functorch.maybe_current_level() or 0) > before:
+            torch._C._functorch.pop_dynamic_layer_stack()
 
 
 _RECURRENT = (
@@ -208,6 +220,7 @@ class _Interpreter(fx.Interpreter):
         self._updates, self._states, self._numbers = updates, states, numbers
         self._taken = {storage_of(tensor) for state in states for tensor in state}
         """The storages of all tensors but gradients that no parameter has yet."""
+        self._takes = not any(map(_may_save_gradients, module.graph.nodes))
 
     def run_node(self, node: fx.Node) -> Any:
         """Run a node. A gradient that Dynamo copies for its parameter is not copied if nothing else has its memory.
@@ -218,14 +231,19 @@ class _Interpreter(fx.Interpreter):
             memory, gradient = (self.env[each] for each in node.args[:2])  # type: ignore[index]
             if gradient.layout is not torch.strided:
                 raise TraceError(f"the gradient of a parameter has the layout {gradient.layout}")
-            if layout_of(gradient) == layout_of(memory) and storage_of(gradient) not in self._taken:
+            alike = (gradient.dtype, gradient.shape, layout_of(gradient)) == (
+                memory.dtype,
+                memory.shape,
+                layout_of(memory),
+            )
+            if alike and self._takes and storage_of(gradient) not in self._taken:
                 self._taken.add(storage_of(gradient))
                 self.env[node.args[0]] = gradient  # type: ignore[index]
                 return gradient
         result = super().run_node(node)
         if node.target is not torch.autograd.grad and not _is_gradient(node):
             tensors = result if isinstance(result, tuple | list) else (result,)
-            self._taken.update(storage_of(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+            self._taken.update(map(storage_of, filter(_has_storage, tensors)))
         return result
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -276,8 +294,19 @@ def _takes_gradient(node: fx.Node) -> bool:
     if node.target != "copy_" or len(node.args) < 2:
         return False
     memory, gradient = node.args[:2]
-    is_new = isinstance(memory, fx.Node) and memory.target is torch.empty_like
+    is_new = isinstance(memory, fx.Node) and memory.target is torch.empty_like and next(iter(memory.users)) is node
     return is_new and isinstance(gradient, fx.Node) and _is_gradient(gradient) and len(gradient.users) == 1
+
+
+def _may_save_gradients(node: fx.Node) -> bool:
+    """Whether a gradient may be a tensor that a node's forward computed: a user's own function may save one."""
+    namespace = getattr(node.target, "namespace", getattr(getattr(node.target, "default", None), "namespace", ""))
+    is_users = isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+    return "autograd_function" in str(node.target) or (is_users and namespace not in ("aten", "prims", "autostream"))
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def _random_ops() -> int:

@@ -124,12 +124,12 @@ def shares_containers(value: Any, again: Any) -> bool:
         >>> shares_containers((shared, 2), (shared, 2)), shares_containers((1, [2]), (1, [2]))
         (True, False)
     """
-    if isinstance(value, Tensor) or not isinstance(value, list | tuple | dict):
+    opened, others = _open(value), _open(again)
+    if isinstance(value, Tensor) or opened is None or others is None:
         return False
-    if value is again and value:
+    if value is again and opened[1]:
         return True
-    both = (value.values(), again.values()) if isinstance(value, dict) else (value, again)
-    return any(map(shares_containers, *both))
+    return any(map(shares_containers, opened[1], others[1]))
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
