@@ -120,7 +120,6 @@ ONLY_IN = [
             "runtime.lower",
             "frontend.aten",
             "frontend.attention_masks",
-            "frontend.step_capture",
             "frontend.steps",
             "dispatch.children",
             "fusion.inductor",
