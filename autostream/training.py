@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from autostream.dispatch.dispatcher import Dispatcher
 from autostream.dispatch.step_functions import StepFunction
-from autostream.dispatch.step_graphs import Done, Refusal
+from autostream.dispatch.step_graphs import Done, Refusal, StepGraphs
 from autostream.dispatch.steps import Step, graphs_of
 from autostream.errors import TargetError
 from autostream.frontend.averages import differing_buffers
@@ -249,6 +249,8 @@ class TrainStep:
         self._stateless: frozenset[int] = frozenset()
         """Parameters that have no state after an eager step: those of plain SGD, and unused ones."""
         self._has_run = False
+        self._latest: StepGraphs | None = None
+        """What ran the latest step. If it was forward and backward, their fast path is tried before the whole step."""
 
     def __call__(self, *batch: Any) -> Any:
         """Run a step; returns what ``loss_fn`` returns, detached.
@@ -272,6 +274,8 @@ class TrainStep:
         if self._takes_closure:
             return step.minimize(lambda: self._differentiated(batch, []))
         step.zero_gradients()
+        if self._latest is self._backward and (done := self._backward.replayed((step.scale(), *batch), {})) is not None:
+            return step.complete(*done.result)
         if whole is None or self.disabled:
             return step.complete(*self._differentiated(batch, []))
         if not stateless(step.optimizer) <= self._stateless:
@@ -283,6 +287,7 @@ class TrainStep:
         tried = whole.refused(differing) if differing else whole(batch, {})
         if isinstance(tried, Refusal):
             return step.complete(*self._differentiated(batch, [tried]))
+        self._latest = whole
         return tried.result
 
     def _average_obstacle(self) -> Refusal | None:
@@ -306,6 +311,7 @@ class TrainStep:
             tried = self._backward((step.scale(), *batch), {})
             if isinstance(tried, Done):
                 self._report(self._eager_optimizer, [refusal.reason for refusal in refused], _EAGER_OPTIMIZER)
+                self._latest = self._backward
                 result, gradients = tried.result
                 return result, gradients
             refused = [*refused, tried]

@@ -96,9 +96,9 @@ class Guards:
 
 
 def _modules_of(model: Callable[..., Any]) -> list[nn.Module]:
-    """The modules of a model, or of anything else that has a method ``modules`` as modules have."""
-    modules = getattr(model, "modules", None)
-    return list(modules()) if callable(modules) and not isinstance(model, type) else []
+    """The modules of a model, or those of a step's ``owner``."""
+    owner = model if isinstance(model, nn.Module) else getattr(model, "owner", None)
+    return list(owner.modules()) if isinstance(owner, nn.Module) else []
 
 
 def guards_of(graph_output: Any, code: CodeType, scope: dict[str, Any]) -> Guards:

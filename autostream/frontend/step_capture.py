@@ -50,7 +50,7 @@ class Body:
         parameters: of each optimizer, as they are now: they are set before each call. To the graph they are parameters
             of this object, whichever way the function gets at them, as Dynamo would take those that it meets in an
             optimizer first for constants.
-        owner: one module with all modules of the step.
+        owner: one module with all modules of the step, whose classes are guarded.
     """
 
     takes_gradients = True
@@ -60,10 +60,6 @@ class Body:
         self.function = function
         self.parameters: Sequence[Sequence[Tensor]] = ()
         self.owner = nn.Module()
-
-    def modules(self) -> Iterator[nn.Module]:
-        """All modules of the step, whose classes are guarded."""
-        return self.owner.modules()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step."""

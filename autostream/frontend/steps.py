@@ -231,12 +231,8 @@ class _Interpreter(fx.Interpreter):
             memory, gradient = (self.env[each] for each in node.args[:2])  # type: ignore[index]
             if gradient.layout is not torch.strided:
                 raise TraceError(f"the gradient of a parameter has the layout {gradient.layout}")
-            alike = (gradient.dtype, gradient.shape, layout_of(gradient)) == (
-                memory.dtype,
-                memory.shape,
-                layout_of(memory),
-            )
-            if alike and self._takes and storage_of(gradient) not in self._taken:
+            kinds = [(each.dtype, each.shape, layout_of(each)) for each in (memory, gradient)]
+            if kinds[0] == kinds[1] and self._takes and storage_of(gradient) not in self._taken:
                 self._taken.add(storage_of(gradient))
                 self.env[node.args[0]] = gradient  # type: ignore[index]
                 return gradient
