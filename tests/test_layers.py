@@ -119,6 +119,7 @@ ONLY_IN = [
             "runtime.cutting",
             "runtime.lower",
             "frontend.aten",
+            "frontend.attention_fast_path",
             "frontend.attention_masks",
             "frontend.steps",
             "dispatch.children",

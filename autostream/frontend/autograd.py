@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 
 from autostream.errors import TraceError, first_line
 from autostream.frontend.aten import drop_weak_references, mode_of
+from autostream.frontend.attention_fast_path import use_attention_fast_path
 from autostream.frontend.attention_masks import simplify_masks
 from autostream.frontend.decompositions import SPLIT_CONVOLUTIONS
 from autostream.frontend.dynamo import compile_lock
@@ -68,6 +69,7 @@ def run_graph(module: GraphModule, example_inputs: Sequence[Any], make: Make) ->
         make: makes what runs a graph without gradients.
     """
     simplify_masks(module)
+    use_attention_fast_path(module)
     names = names_like(example_inputs)
     run: Callable[..., Any]
     if torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in example_inputs):

@@ -25,6 +25,7 @@ from torch import Tensor, fx
 
 from autostream.analysis.source import user_line
 from autostream.errors import FastPathError, TraceError, first_line
+from autostream.frontend.attention_fast_path import use_attention_fast_path
 from autostream.frontend.attention_masks import simplify_masks
 from autostream.frontend.dynamo import compiling, errors_not_logged, timed
 from autostream.frontend.guards import (
@@ -236,6 +237,7 @@ def _capture_of(
         held = [source for source in held if not is_reached(source, scope, graph_output.f_globals, unguarded)]
     guard_identities(graph_output, held)
     simplify_masks(module)
+    use_attention_fast_path(module)
     environment = graph_output.get_runtime_env()
     known = {**vars(builtins), **graph_output.f_globals}
     used_globals = {name: known[name] for name in environment.external_refs if name in known}
