@@ -316,7 +316,25 @@ def _functional(program: Program) -> fx.GraphModule:
             return _traced(module, LayoutInterpreter(module), channels_last_decompositions(table))
         except Exception as error:  # an op may fail on tensors of another layout; the traced layout always works
             log.debug("convolutions stay as they were traced, not channels-last: %s", first_line(error))
-    return _traced(module, fx.Interpreter(module), table)
+    return _traced(module, _FoldingInterpreter(module), table)
+
+
+class _FoldingInterpreter(fx.Interpreter):
+    """Runs a graph with one product for all rows of a batch that is multiplied by a matrix.
+
+    So do ATen's own ops for weights that require gradients, which those of a program do not. For others, and rows that
+    are not contiguous, they repeat the matrix for each of the batch: on an H100, a projection of ViT-B/16 took 70 us
+    instead of 11.
+    """
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a ``call_function`` node."""
+        if target in (aten.linear.default, aten.matmul.default):
+            rows, matrix, *bias = args
+            if rows.dim() > 2 and matrix.dim() == 2:
+                product = super().call_function(target, (rows.flatten(0, -2), matrix, *bias), kwargs)
+                return product.unflatten(0, rows.shape[:-1])
+        return super().call_function(target, args, kwargs)
 
 
 def _traced(module: fx.GraphModule, run: fx.Interpreter, table: Mapping[Any, Any]) -> fx.GraphModule:

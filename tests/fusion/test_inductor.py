@@ -63,6 +63,25 @@ def test_a_functional_graph_computes_the_same_and_mutates_arguments_at_the_end()
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize(
+    "product", [nn.functional.linear, lambda rows, matrix, *bias: rows @ matrix.t()], ids=["linear", "matmul"]
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_batch_of_rows_that_are_not_contiguous_is_one_product_with_a_matrix(product: Any, bias: bool) -> None:
+    rows, matrix, extra = torch.randn(5, 3, 8), torch.randn(6, 8), [torch.randn(6)] * bias
+
+    def projected(rows: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
+        return product(rows.transpose(0, 1), matrix, *bias)
+
+    case = case_of(projected, rows, matrix, *extra)
+    module = inductor._functional(case.program)
+    assert not module.graph.find_nodes(op="call_function", target=aten.bmm.default)
+    (result,) = module(*case.tensors)
+    expected = projected(rows, matrix, *extra)
+    torch.testing.assert_close(result, expected)
+    assert result.stride() == expected.stride()
+
+
 # Fusing, with stand-ins for Inductor
 
 
