@@ -52,7 +52,8 @@ class Options:
             one has changed, but changes through ``tensor.data``, which PyTorch does not count, are not noticed.
         guards: what each call checks. ``"dynamo"``: all guards of TorchDynamo, and the addresses of weights.
             ``"inputs"``: the inputs only, as with ``torch.cuda.make_graphed_callables``: the model's tensors must keep
-            their addresses (their values may change in place), and its Python code must do the same in each call.
+            their addresses (their values may change in place), and its Python code must do the same in each call. A
+            training step checks the numbers of its optimizers too, such as learning rates.
         strict: raise an exception where autostream would otherwise run the model eagerly and report why.
         max_signatures: the number of compiled input signatures (shapes, dtypes, grad mode, …). The least recently used
             one is evicted first; training steps of further signatures run eagerly.

@@ -289,6 +289,33 @@ def test_what_python_reads_is_guarded() -> None:
     assert len(update.reports) == 4
 
 
+def test_with_guards_of_inputs_only_arguments_and_rates_count() -> None:
+    """What the step's Python reads is as it was, whatever becomes of it: nobody looks."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer, scale = torch.optim.SGD(model.parameters(), lr=0.5), [2.0]
+
+    def update(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = scale[0] * model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step = autostream.step(optimizers=[optimizer], guards="inputs")(update)
+    x = torch.ones(2, 3)
+    for _ in range(3):
+        step(x)
+    scale[0], optimizer.param_groups[0]["lr"] = 4.0, 0.0
+    before = model.weight.detach().clone()
+    loss = step(2 * x)
+    torch.testing.assert_close(loss, (2 * model(2 * x).square().mean()).detach())
+    torch.testing.assert_close(model.weight, before)
+    step(torch.ones(4, 3))  # another shape is another graph, for which Python is read again
+    torch.testing.assert_close(step(torch.ones(4, 3)), (4 * model(torch.ones(4, 3)).square().mean()).detach())
+
+
 def test_a_bound_method_is_scheduled_and_a_method_of_a_class_is_refused() -> None:
     class Trainer:
         def __init__(self) -> None:

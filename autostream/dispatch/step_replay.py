@@ -58,7 +58,7 @@ class StepReplay:
         if scheduled.detached or (scheduled.captured is not None and place is None):
             raise NoSchedule("it is not known what a replay would read")
         self.entry, self.key, self._body, self._steps = entry, call.key, graphs.body, 0
-        self._guards = entry.captured.guards
+        self._guards, self._checks_inputs_only = entry.captured.guards, graphs.options.guards == "inputs"
         at_call = {id(tensor): at for at, tensor in enumerate(call.tensors)}
         given = {id(t) for t, item in zip(inputs, entry.captured.inputs, strict=True) if item.is_argument}
         if not given <= at_call.keys():
@@ -102,17 +102,23 @@ class StepReplay:
             and self._are_disjoint(tensors)
             and not any(map(_REQUIRES_GRADIENTS, tensors))
             and not unusual_call()
-            and not circumstances()
-            and not any(map(obstacle, self._updated))
             and all(hyperparameters.same() for hyperparameters, _ in self._hyperparameters)
+            and (self._checks_inputs_only or self._is_unchanged(args, kwargs))
+        )
+        return tensors if as_it_was else None
+
+    def _is_unchanged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether everything but the arguments and the optimizers' numbers is as it was."""
+        return (
+            not circumstances()
+            and not any(map(obstacle, self._updated))
             and self._same_objects()
             and not have_hooks(self._hooked)
             and list(map(_REQUIRES_GRADIENTS, self._watched)) == self._required
             and self._same_numerics()
-            and self._unmoved()
+            and bool(self._unmoved())
             and self._guarded(args, kwargs)
         )
-        return tensors if as_it_was else None
 
     def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step that fits; returns its result."""
