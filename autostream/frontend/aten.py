@@ -23,6 +23,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from autostream.errors import AutostreamError, TraceError, first_line
 from autostream.frontend.as_strided import check_as_strided
+from autostream.frontend.decompositions import IDLE_DROPOUTS
 from autostream.frontend.dynamo import compile_lock
 from autostream.ir import Placeholder, Program, Role
 from autostream.utils.storages import storage_of
@@ -101,7 +102,7 @@ def _aten_graph(
         raise TraceError(f"it sets {setters[0].name.removeprefix('set_')}, which its ATen ops would not")
     if decompositions is None and not _casts(module):
         with suppress(TraceError):  # below, after composite ops are decomposed, the graph may be traced after all
-            return traced_on_fakes(fx.Interpreter(module).run, tensors, None, pre_dispatch=True)
+            return traced_on_fakes(fx.Interpreter(module).run, tensors, dict(IDLE_DROPOUTS), pre_dispatch=True)
     return traced_on_fakes(fx.Interpreter(module).run, tensors, dict(decompositions or {}))
 
 
@@ -167,11 +168,6 @@ def _normalized(
         The placeholders, and the constants by name.
     """
     graph = module.graph
-    for node in graph.find_nodes(op="call_function", target=aten.dropout.default):
-        _, probability, train = node.args
-        if not train or probability == 0:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or not _is_removable(node))
     taken = {node.name for node in graph.nodes}
     placeholders: list[Placeholder] = []

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
+import autostream
 from autostream.errors import TraceError
 from autostream.frontend.aten import drop_weak_references, mode_of, program_of
 from autostream.frontend.capture import capture
@@ -134,3 +136,26 @@ def test_traced_tensors_may_be_swapped_once_weak_references_are_dropped() -> Non
     assert parameter.tolist() == [1, 1]
     assert mode.from_tensor(parameter).shape == (2,), "the mode may still be used"
     drop_weak_references(None)
+
+
+@pytest.mark.parametrize("drop", [F.dropout, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout])
+@pytest.mark.parametrize("how", [{"training": False}, {"p": 0.0}])
+def test_what_a_dropout_returns_that_drops_nothing_is_its_argument(drop: Any, how: dict[str, Any]) -> None:
+    """Sin ──▶ dropout ──┬──▶ add_ ──▶ cos of a row: the row is read after the write, on whichever stream."""
+
+    class Rows(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            rows = drop(x.sin(), **how)
+            row = rows.split(1)[0]
+            rows.add_(y)
+            return row.cos()
+
+    x, y = torch.randn(4, 3, 2, 2), torch.randn(4, 3, 2, 2)
+    optimized = autostream.optimize(Rows(), policy="critical_path")
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(x, y), Rows()(x, y))
+    (report,) = optimized.reports
+    assert report.graph is not None
+    names = {op.target: name for name, op in report.graph.ops.items()}
+    edges = {(each.before, each.after) for each in report.graph.dependencies}
+    assert (names["aten.add_.Tensor"], names["aten.cos.default"]) in edges
