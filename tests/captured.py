@@ -9,8 +9,7 @@ Nodes and edges are read from the CUDA driver, as in ``costs/occupancy.py``.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -19,7 +18,7 @@ import networkx as nx
 import torch
 from torch import Tensor, fx
 
-from autostream.costs import occupancy
+from autostream.costs.occupancy import _returned
 from autostream.ir import FORK, OpGraph, Schedule
 from autostream.runtime.capture import capture, run_first
 from autostream.runtime.runs import without_autocast
@@ -157,44 +156,31 @@ class _Recorder(fx.Interpreter):
 
 def graph_in_capture(stream: int) -> int:
     """The graph that a capturing stream is captured into."""
-    status, graph = ctypes.c_int(), ctypes.c_void_p()
-    function, rest = _driver().cuStreamGetCaptureInfo_v3, (None, None, None)
-    occupancy._call(function, ctypes.c_void_p(stream), ctypes.byref(status), None, ctypes.byref(graph), *rest)
-    assert graph.value, "the stream is in no capture"
-    return graph.value
+    driver = _driver()
+    _status, _id, graph, *_ = _returned(driver.cuStreamGetCaptureInfo(driver.CUstream(stream)))
+    assert int(graph), "the stream is in no capture"
+    return int(graph)
 
 
 def nodes_of(graph: int) -> frozenset[int]:
     """All nodes of a graph: kernels, copies, and others."""
-    return frozenset(filter(None, occupancy._nodes(_driver(), graph)))
-
-
-class _EdgeData(ctypes.Structure):
-    """``CUgraphEdgeData``: its fields say whether a kernel may start before the one before it has ended."""
-
-    _fields_ = [
-        *((name, ctypes.c_ubyte) for name in ("from_port", "to_port", "type")),
-        ("reserved", ctypes.c_ubyte * 5),
-    ]
+    driver = _driver()
+    raw = driver.CUgraph(graph)
+    _, count = _returned(driver.cuGraphGetNodes(raw))
+    nodes, _ = _returned(driver.cuGraphGetNodes(raw, count))
+    return frozenset(map(int, nodes))
 
 
 def edges_of(graph: int) -> frozenset[Edge]:
     """All edges of a graph."""
-    function, count = _driver().cuGraphGetEdges_v2, ctypes.c_size_t()
-    occupancy._call(function, ctypes.c_void_p(graph), None, None, None, ctypes.byref(count))
-    sources, targets = ((ctypes.c_void_p * count.value)() for _ in range(2))
-    data = (_EdgeData * count.value)()
-    occupancy._call(function, ctypes.c_void_p(graph), sources, targets, data, ctypes.byref(count))
-    return frozenset(_pairs(sources, targets))
-
-
-def _pairs(sources: Iterable[int | None], targets: Iterable[int | None]) -> Iterator[Edge]:
-    for source, target in zip(sources, targets, strict=True):
-        if source and target:
-            yield source, target
+    driver = _driver()
+    raw = driver.CUgraph(graph)
+    *_, count = _returned(driver.cuGraphGetEdges(raw))
+    sources, targets, *_ = _returned(driver.cuGraphGetEdges(raw, count))
+    return frozenset(zip(map(int, sources), map(int, targets), strict=True))
 
 
 def _driver() -> Any:
-    driver = occupancy._driver()
-    assert driver is not None, "there is no CUDA driver"
+    from cuda.bindings import driver  # type: ignore[import-not-found, unused-ignore]
+
     return driver

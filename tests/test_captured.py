@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import combinations
 from random import Random
-from typing import Any
 
 import networkx as nx
 import pytest
@@ -16,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from autostream.costs import occupancy
 from autostream.ir import FORK, Dependency, Hazard, Launch, OpGraph, Schedule
 from tests import captured as module
-from tests.captured import Captured, Edge, disagreements, edges_of, graph_in_capture, nodes_of
+from tests.captured import Captured, Edge, disagreements
 from tests.planned import planned
 from tests.runtime.programs import random_schedule, sample, schedule_of
 
@@ -116,45 +113,7 @@ def _is_inner(graph: Captured, edge: Edge) -> bool:
     return any(set(edge) <= nodes for nodes in graph.nodes.values())
 
 
-# The driver
-
-
-class Driver:
-    """A fake CUDA driver with one graph, of handle 77 and three nodes in a row."""
-
-    nodes, edges = (10, 20, 30), ((10, 20), (20, 30))
-
-    def cuStreamGetCaptureInfo_v3(self, stream: Any, status: Any, _id: Any, graph: Any, *rest: Any) -> int:  # noqa: N802
-        status._obj.value, graph._obj.value = 1, 77 if stream.value == 5 else None
-        return 0
-
-    def cuGraphGetNodes(self, graph: Any, nodes: Any, count: Any) -> int:  # noqa: N802
-        count._obj.value = len(self.nodes)
-        if nodes is not None:
-            nodes[:] = [ctypes.c_void_p(node) for node in self.nodes]
-        return int(graph.value != 77)
-
-    def cuGraphGetEdges_v2(self, graph: Any, sources: Any, targets: Any, data: Any, count: Any) -> int:  # noqa: N802
-        count._obj.value = len(self.edges)
-        if sources is not None:
-            assert ctypes.sizeof(data) == 8 * len(self.edges)
-            for at, (source, target) in enumerate(self.edges):
-                sources[at], targets[at] = ctypes.c_void_p(source), ctypes.c_void_p(target)
-        return int(graph.value != 77)
-
-
-def test_nodes_and_edges_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(occupancy, "_driver", Driver)
-    assert graph_in_capture(5) == 77
-    assert nodes_of(77) == {10, 20, 30}
-    assert edges_of(77) == {(10, 20), (20, 30)}
-    with pytest.raises(AssertionError, match="in no capture"):
-        graph_in_capture(6)
-    with pytest.raises(occupancy._DriverError):
-        edges_of(78)
-    monkeypatch.setattr(occupancy, "_driver", lambda: None)
-    with pytest.raises(AssertionError, match="no CUDA driver"):
-        nodes_of(77)
+# The recorder
 
 
 def test_nodes_belong_to_the_op_after_which_they_are_new(monkeypatch: pytest.MonkeyPatch) -> None:

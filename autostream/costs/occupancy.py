@@ -10,15 +10,13 @@ share (caches, memory bandwidth). The formula was fitted on an H200 to 1,008 pai
 (between 1 and 2) it predicts with a mean error of 0.14 (by occupancy alone: 0.20), and to 436 schedules of 26 models:
 see ``docs/cost-model.md``.
 
-Grids are read from the graph's nodes through the CUDA driver. The driver's occupancy calculator tells how many blocks
-fit on a multiprocessor; it knows the registers and shared memory even of closed-source kernels.
+Grids are read from the graph's nodes through the CUDA driver, with ``cuda.bindings``, which PyTorch's packages for CUDA
+depend on. The driver's occupancy calculator tells how many blocks fit on a multiprocessor; it knows the registers and
+shared memory even of closed-source kernels.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator
-from functools import cache
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,79 +59,39 @@ def kernels_of(graph: torch.cuda.CUDAGraph) -> tuple[Kernel, ...]:
 
     Uses public functions of the driver, and ``raw_cuda_graph``, which PyTorch has since 2.9.
     """
-    driver = _driver()
     try:
-        return tuple(_kernels(driver, graph.raw_cuda_graph())) if driver else ()
-    except (AttributeError, RuntimeError, _DriverError):
-        # Another version of the driver or of PyTorch: the caller estimates the share from the op's size.
+        from cuda.bindings import driver  # type: ignore[import-not-found, unused-ignore]
+
+        raw = driver.CUgraph(graph.raw_cuda_graph())
+        _, count = _returned(driver.cuGraphGetNodes(raw))
+        nodes, _ = _returned(driver.cuGraphGetNodes(raw, count))
+        kernel = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
+        return tuple(_kernel(driver, node) for node in nodes if _returned(driver.cuGraphNodeGetType(node)) == [kernel])
+    except (ImportError, AttributeError, RuntimeError):
+        # No bindings, or another version of them, of the driver or of PyTorch: the caller estimates the share from the
+        # op's size.
         return ()
 
 
-_KERNEL = 0
-"""``CU_GRAPH_NODE_TYPE_KERNEL``"""
-
-
-class _Parameters(ctypes.Structure):
-    """``CUDA_KERNEL_NODE_PARAMS_v2``"""
-
-    _fields_ = [
-        ("function", ctypes.c_void_p),
-        *((f"{extent}_{axis}", ctypes.c_uint) for extent in ("grid", "block") for axis in "xyz"),
-        ("shared_bytes", ctypes.c_uint),
-        ("arguments", ctypes.c_void_p),
-        ("extra", ctypes.c_void_p),
-        ("kernel", ctypes.c_void_p),
-        ("context", ctypes.c_void_p),
-    ]
-
-
-class _DriverError(Exception):
-    """A function of the driver returned an error."""
-
-
-@cache
-def _driver() -> Any:
-    """The CUDA driver's library, or ``None`` if it is missing or too old."""
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    return library if hasattr(library, "cuGraphKernelNodeGetParams_v2") else None
-
-
-def _kernels(driver: Any, graph: int) -> Iterator[Kernel]:
-    for node in map(ctypes.c_void_p, _nodes(driver, graph)):
-        kind = ctypes.c_int()
-        _call(driver.cuGraphNodeGetType, node, ctypes.byref(kind))
-        if kind.value == _KERNEL:
-            yield _kernel(driver, node)
-
-
-def _nodes(driver: Any, graph: int) -> ctypes.Array[ctypes.c_void_p]:
-    count = ctypes.c_size_t()
-    _call(driver.cuGraphGetNodes, ctypes.c_void_p(graph), None, ctypes.byref(count))
-    nodes = (ctypes.c_void_p * count.value)()
-    _call(driver.cuGraphGetNodes, ctypes.c_void_p(graph), nodes, ctypes.byref(count))
-    return nodes
-
-
-def _kernel(driver: Any, node: ctypes.c_void_p) -> Kernel:
-    launch = _Parameters()
-    _call(driver.cuGraphKernelNodeGetParams_v2, node, ctypes.byref(launch))
-    function = ctypes.c_void_p(launch.function)
-    if not function.value:
-        _call(driver.cuKernelGetFunction, ctypes.byref(function), ctypes.c_void_p(launch.kernel))
-    resident = ctypes.c_int()
-    _call(
-        driver.cuOccupancyMaxActiveBlocksPerMultiprocessor,
-        ctypes.byref(resident),
-        function,
-        ctypes.c_int(launch.block_x * launch.block_y * launch.block_z),
-        ctypes.c_size_t(launch.shared_bytes),
+def _kernel(driver: Any, node: Any) -> Kernel:
+    (launch,) = _returned(driver.cuGraphKernelNodeGetParams(node))
+    function = launch.func
+    if not int(function):
+        (function,) = _returned(driver.cuKernelGetFunction(launch.kern))
+    threads = launch.blockDimX * launch.blockDimY * launch.blockDimZ
+    (resident,) = _returned(
+        driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, launch.sharedMemBytes)
     )
-    return Kernel(launch.grid_x * launch.grid_y * launch.grid_z, resident.value)
+    return Kernel(launch.gridDimX * launch.gridDimY * launch.gridDimZ, resident)
 
 
-def _call(function: Any, *arguments: Any) -> None:
-    if function(*arguments) != 0:
-        raise _DriverError
+def _returned(answer: tuple[Any, ...]) -> list[Any]:
+    """What a function of the driver returns beside its status.
+
+    Raises:
+        RuntimeError: the status is an error.
+    """
+    status, *values = answer
+    if int(status):
+        raise RuntimeError(f"the CUDA driver returned {status!r}")
+    return values

@@ -1,11 +1,11 @@
 """The share of a GPU that kernels keep busy, and the kernels of a captured graph.
 
-A stand-in reoffsets the CUDA driver. Its graph is a list of launches, and a handle is a position in it, from 1.
+A fake replaces the bindings of the CUDA driver. Its graph is a list of launches; a handle is its position, from 1.
 """
 
 from __future__ import annotations
 
-import ctypes
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autostream.costs import occupancy
 from autostream.costs.occupancy import Kernel, busy_share, kernels_of
 
 kernels = st.builds(Kernel, blocks=st.integers(0, 10**6), resident=st.integers(0, 32))
@@ -73,51 +72,45 @@ FUNCTIONS = 1000
 
 
 class Driver:
-    """Answers through pointers as the CUDA driver does; every error is 1."""
+    """Answers as ``cuda.bindings.driver`` does: a status, then values. Every error is 1."""
+
+    CUgraph, CUgraphNodeType = int, SimpleNamespace(CU_GRAPH_NODE_TYPE_KERNEL=0)
 
     def __init__(self, *nodes: Launch | None, failing: str = "") -> None:
         self.nodes = nodes
         self.failing = failing
         self.queries: list[tuple[int, int, int]] = []
 
-    def answer(self, name: str) -> int:
-        return int(name == self.failing)
+    def answer(self, name: str, *values: Any) -> tuple[Any, ...]:
+        return int(name == self.failing), *values
 
-    def cuGraphGetNodes(self, graph: Any, nodes: Any, count: Any) -> int:  # noqa: N802 - the driver's name
-        assert graph.value == 77
-        if nodes is None:
-            count._obj.value = len(self.nodes)
-        else:
-            assert count._obj.value == len(nodes) == len(self.nodes)
-            nodes[:] = [ctypes.c_void_p(at) for at in range(1, len(nodes) + 1)]
-        return self.answer("cuGraphGetNodes")
+    def cuGraphGetNodes(self, graph: int, count: int = 0) -> tuple[Any, ...]:  # noqa: N802 - the driver's name
+        assert graph == 77
+        return self.answer("cuGraphGetNodes", [*range(1, count + 1)], len(self.nodes))
 
-    def cuGraphNodeGetType(self, node: Any, kind: Any) -> int:  # noqa: N802
-        kind._obj.value = 0 if self.nodes[node.value - 1] else 1
-        return self.answer("cuGraphNodeGetType")
+    def cuGraphNodeGetType(self, node: int) -> tuple[Any, ...]:  # noqa: N802
+        return self.answer("cuGraphNodeGetType", 0 if self.nodes[node - 1] else 1)
 
-    def cuGraphKernelNodeGetParams_v2(self, node: Any, parameters: Any) -> int:  # noqa: N802
-        launch, filled = self.nodes[node.value - 1], parameters._obj
+    def cuGraphKernelNodeGetParams(self, node: int) -> tuple[Any, ...]:  # noqa: N802
+        launch = self.nodes[node - 1]
         assert launch is not None
-        if launch.is_function:
-            filled.function = FUNCTIONS + node.value
-        else:
-            filled.kernel = node.value
-        filled.grid_x, filled.grid_y, filled.grid_z = launch.grid
-        filled.block_x, filled.block_y, filled.block_z = launch.block
-        filled.shared_bytes = launch.shared_bytes
-        return self.answer("cuGraphKernelNodeGetParams_v2")
+        extents = {
+            f"{what}Dim{axis}": size
+            for what, sizes in (("grid", launch.grid), ("block", launch.block))
+            for axis, size in zip("XYZ", sizes, strict=True)
+        }
+        function, kernel = (FUNCTIONS + node, 0) if launch.is_function else (0, node)
+        parameters = SimpleNamespace(func=function, kern=kernel, sharedMemBytes=launch.shared_bytes, **extents)
+        return self.answer("cuGraphKernelNodeGetParams", parameters)
 
-    def cuKernelGetFunction(self, function: Any, kernel: Any) -> int:  # noqa: N802
-        function._obj.value = FUNCTIONS + kernel.value
-        return self.answer("cuKernelGetFunction")
+    def cuKernelGetFunction(self, kernel: int) -> tuple[Any, ...]:  # noqa: N802
+        return self.answer("cuKernelGetFunction", FUNCTIONS + kernel)
 
     def cuOccupancyMaxActiveBlocksPerMultiprocessor(  # noqa: N802
-        self, resident: Any, function: Any, threads: Any, shared_bytes: Any
-    ) -> int:
-        self.queries.append((function.value, threads.value, shared_bytes.value))
-        resident._obj.value = 2048 // threads.value
-        return self.answer("cuOccupancyMaxActiveBlocksPerMultiprocessor")
+        self, function: int, threads: int, shared_bytes: int
+    ) -> tuple[Any, ...]:
+        self.queries.append((function, threads, shared_bytes))
+        return self.answer("cuOccupancyMaxActiveBlocksPerMultiprocessor", 2048 // threads)
 
 
 GRAPH: Any = SimpleNamespace(raw_cuda_graph=lambda: 77)
@@ -125,8 +118,9 @@ RELU = Launch((66, 1, 1), (512, 1, 1))
 PRODUCT = Launch((8, 4, 2), (16, 8, 2), shared_bytes=100_000, is_function=False)
 
 
-def with_driver(monkeypatch: pytest.MonkeyPatch, driver: Driver | None) -> tuple[Kernel, ...]:
-    monkeypatch.setattr(occupancy, "_driver", lambda: driver)
+def with_driver(monkeypatch: pytest.MonkeyPatch, driver: Any) -> tuple[Kernel, ...]:
+    for name, module in {"cuda": None, "cuda.bindings": SimpleNamespace(driver=driver)}.items():
+        monkeypatch.setitem(sys.modules, name, module)
     return kernels_of(GRAPH)
 
 
@@ -141,14 +135,23 @@ def test_the_kernels_of_a_graph_are_read_from_its_nodes(monkeypatch: pytest.Monk
     [
         "cuGraphGetNodes",
         "cuGraphNodeGetType",
-        "cuGraphKernelNodeGetParams_v2",
+        "cuGraphKernelNodeGetParams",
         "cuKernelGetFunction",
         "cuOccupancyMaxActiveBlocksPerMultiprocessor",
     ],
 )
-def test_kernels_are_unknown_if_the_driver_fails_or_is_missing(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+def test_kernels_are_unknown_if_the_driver_fails(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     assert with_driver(monkeypatch, Driver(RELU, PRODUCT, failing=function)) == ()
-    assert with_driver(monkeypatch, Driver()) == with_driver(monkeypatch, None) == ()
+
+
+def test_kernels_are_unknown_without_bindings_or_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver(*args: object) -> None:
+        raise RuntimeError("Ensure the NVIDIA display driver is installed.")
+
+    assert with_driver(monkeypatch, SimpleNamespace(CUgraph=int, cuGraphGetNodes=no_driver)) == ()
+    assert with_driver(monkeypatch, SimpleNamespace()) == ()
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    assert kernels_of(GRAPH) == ()
 
 
 def _not_kept() -> int:
@@ -157,27 +160,8 @@ def _not_kept() -> int:
 
 @pytest.mark.parametrize("graph", [SimpleNamespace(), SimpleNamespace(raw_cuda_graph=_not_kept)], ids=["old", "gone"])
 def test_kernels_are_unknown_if_the_graph_cannot_be_read(monkeypatch: pytest.MonkeyPatch, graph: Any) -> None:
-    monkeypatch.setattr(occupancy, "_driver", lambda: Driver(RELU))
+    assert with_driver(monkeypatch, Driver(RELU)) != ()
     assert kernels_of(graph) == ()
-
-
-@pytest.mark.parametrize("library", [None, SimpleNamespace()], ids=["no driver", "old driver"])
-def test_a_missing_or_old_driver_is_none(monkeypatch: pytest.MonkeyPatch, library: Any) -> None:
-    def load(name: str) -> Any:
-        if library is None:
-            raise OSError(f"{name}: cannot open shared object file")
-        return library
-
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    assert occupancy._driver.__wrapped__() is None
-
-
-def test_the_parameters_have_the_layout_of_the_drivers_struct() -> None:
-    """``CUDA_KERNEL_NODE_PARAMS_v2`` of cuda.h: a pointer, seven numbers of 4 bytes, then pointers, aligned to 8."""
-    offsets = {name: getattr(occupancy._Parameters, name).offset for name, *_ in occupancy._Parameters._fields_}
-    assert (offsets["grid_x"], offsets["block_x"], offsets["shared_bytes"]) == (8, 20, 32)
-    assert (offsets["arguments"], offsets["kernel"]) == (40, 56)
-    assert ctypes.sizeof(occupancy._Parameters) == 72
 
 
 @pytest.mark.gpu
