@@ -7,7 +7,7 @@
 A multiprocessor is nearly as busy with one block of an efficient kernel as with all blocks that fit on it, so what
 matters is how many multiprocessors have a block. A kernel on a quarter of them uses more than a quarter of what they
 share (caches, memory bandwidth). The formula was fitted on an H200 to 1,008 pairs of concurrent kernels, whose slowdown
-(between 1 and 2) it predicts with a mean error of 0.14 (by occupancy alone: 0.20), and to 436 schedules of 26 models:
+(between 1 and 2) it predicts with a mean error of 0.18 (by occupancy alone: 0.22), and to 436 schedules of 26 models:
 see ``docs/cost-model.md``.
 
 Grids are read from the graph's nodes through the CUDA driver, with ``cuda.bindings``, which PyTorch's packages for CUDA
