@@ -158,8 +158,7 @@ class StepOptions(Options):
             from the model.
         decay: of that average, from 0 to 1.
         scaler: a ``torch.amp.GradScaler`` that scales the loss, runs the optimizer if the gradients are finite, and
-            updates itself. It synchronizes with the host, so the optimizer runs eagerly after a graph of forward and
-            backward. ``scaler.update()`` is called in each step: a scaler that is shared by two steps counts both.
+            updates itself. ``scaler.update()`` is called in each step: a scaler of two steps counts both.
 
     Example:
         >>> StepOptions.parse({"microbatch": 2})  # doctest: +ELLIPSIS

@@ -200,12 +200,6 @@ def step(*, optimizers: Sequence[Optimizer], **options: Any) -> Callable[[Callab
     return decorate
 
 
-def _eager_optimizer_reason(optimizer: Optimizer, options: StepOptions) -> str:
-    """Why the optimizer's update cannot be part of a graph, or ``""``."""
-    scaled = options.scaler is not None
-    return "GradScaler asks the host whether gradients are finite" if scaled else obstacle(optimizer)
-
-
 _EAGER_OPTIMIZER = "the optimizer runs as it is"
 _EAGER_LOSS = "loss and optimizer run as they are"
 
@@ -240,7 +234,7 @@ class TrainStep:
         self._parts = model, optimizer, loss_fn, options
         self._step = step = Step(Loss(loss_fn, model), optimizer, options)
         self.input_buffers, self.disabled = BufferTable(), disabled()
-        reason = _eager_optimizer_reason(optimizer, options)
+        reason = obstacle(optimizer)
         self._whole = None if reason else graphs_of(step, self.input_buffers, whole=True)
         self._backward = graphs_of(step, self.input_buffers, whole=False)
         self._eager_optimizer = {reason: Decision("", _EAGER_OPTIMIZER, reason)} if reason else {}
@@ -274,7 +268,7 @@ class TrainStep:
         if self._takes_closure:
             return step.minimize(lambda: self._differentiated(batch, []))
         step.zero_gradients()
-        if self._latest is self._backward and (done := self._backward.replayed((step.scale(), *batch), {})) is not None:
+        if self._latest is self._backward and (done := self._backward.replayed(batch, {})) is not None:
             return step.complete(*done.result)
         if whole is None or self.disabled:
             return step.complete(*self._differentiated(batch, []))
@@ -308,7 +302,7 @@ class TrainStep:
             return step.differentiate(batch)
         step.check(batch)
         if not any(refusal.full for refusal in refused):
-            tried = self._backward((step.scale(), *batch), {})
+            tried = self._backward(batch, {})
             if isinstance(tried, Done):
                 self._report(self._eager_optimizer, [refusal.reason for refusal in refused], _EAGER_OPTIMIZER)
                 self._latest = self._backward

@@ -91,13 +91,6 @@ class Step:
         if self.average is not None:
             check_average(self.average, self.model)
 
-    def scale(self) -> Tensor | None:
-        """The current scale of the scaler, if there is one."""
-        if self.scaler is None:
-            return None
-        device = next((parameter.device for parameter in parameters_of(self.optimizer)), None)
-        return self.scaler.scale(torch.ones((), device=device))
-
     def differentiate(self, batch: Batch) -> tuple[Any, Gradients]:
         """Run forward and backward.
 
@@ -200,12 +193,12 @@ def graphs_of(step: Step, input_buffers: BufferTable, *, whole: bool) -> StepGra
     Args:
         step: the step.
         input_buffers: buffers that captured graphs may read in place.
-        whole: whether the graphs take a batch and do all of the step. Otherwise they take the scale of the loss and a
-            batch, and return what :meth:`Step.differentiate` does.
+        whole: whether the graphs do all of the step. Otherwise they return what :meth:`Step.differentiate` does.
     """
 
-    def eager(*args: Any) -> Any:
-        return step.complete(*step.differentiate(args)) if whole else step.differentiate(args[1:])
+    def eager(*batch: Any) -> Any:
+        differentiated = step.differentiate(batch)
+        return step.complete(*differentiated) if whole else differentiated
 
     loss, optimizer, options = step.loss, step.optimizer, step.options
     body = WholeStep(loss, optimizer, options) if whole else Differentiation(loss, options)

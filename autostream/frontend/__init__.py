@@ -54,6 +54,7 @@ File                   Interface                                          Where 
 ..                     ``autograd_grad_consumed_grad_fns``, ``comptime``  a ``TraceError`` names it
 ..                     ``builder.make_dupe_guard``                        a ``TraceError`` names it
 ..                     ``_dynamo_static_input_type``: marks constants     Dynamo marks none
+``scalers.py``         ``GradScaler._scale`` and its like                 a ``TraceError``: the step runs eagerly
 ``steps.py``           ``pop_dynamic_layer_stack`` of functorch           no fallback
 ``parameters.py``      ``Tensor._backward_hooks`` and its like            no fallback
 ``averages.py``        ``Module._non_persistent_buffers_set``             no fallback

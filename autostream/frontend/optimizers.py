@@ -51,7 +51,7 @@ def obstacle(optimizer: Optimizer) -> str:
         return "there are hooks on the steps of all optimizers, which a graph would not call"
     if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return f"{name} has a step of its own"
-    if not _is_pytorchs(type(optimizer).step):
+    if not is_pytorchs(type(optimizer).step):
         return f"{name}.step is not PyTorch's own"
     if has_own_zero_grad(optimizer):
         return f"{name} has a zero_grad of its own"
@@ -76,16 +76,16 @@ def has_own_zero_grad(optimizer: Optimizer) -> bool:
     return (
         "zero_grad" in vars(optimizer)
         or type(optimizer).zero_grad is not Optimizer.zero_grad
-        or not _is_pytorchs(Optimizer.zero_grad)
+        or not is_pytorchs(Optimizer.zero_grad)
     )
 
 
 @lru_cache(maxsize=64)
-def _is_pytorchs(method: Callable[..., Any]) -> bool:
+def is_pytorchs(method: Callable[..., Any]) -> bool:
     """Whether a method and the function that it wraps are PyTorch's: user code may have replaced it in the class."""
     inner = getattr(method, "__wrapped__", None)
     module = str(getattr(method, "__globals__", {}).get("__name__"))
-    return module.partition(".")[0] == "torch" and (inner is None or _is_pytorchs(inner))
+    return module.partition(".")[0] == "torch" and (inner is None or is_pytorchs(inner))
 
 
 def _on_gpus(parameters: Sequence[Tensor]) -> bool:
@@ -382,6 +382,7 @@ def update(
     numbers: Tensor,
     parameters: Sequence[Sequence[Tensor]],
     state: State,
+    skipped: Tensor | None = None,
 ) -> None:
     """Run an optimizer's step on other tensors than its own, without reading a tensor's value on the host.
 
@@ -391,6 +392,7 @@ def update(
         numbers: the values of these inputs, in order.
         parameters: by group, in the optimizer's order; those with a ``grad`` are written in place.
         state: of these parameters; written in place.
+        skipped: a tensor of one element that is not zero if nothing is to change.
 
     Raises:
         TraceError: a parameter with a ``grad`` has no state yet.
@@ -403,6 +405,9 @@ def update(
         >>> weight
         tensor([0.9000, 0.9000])
     """
+    updated = [parameter for parameter in chain.from_iterable(parameters) if parameter.grad is not None]
+    written = [] if skipped is None else [t for each in updated for t in (each, *state.get(each, {}).values())]
+    before = [tensor.detach().clone() for tensor in written]
     widened = {parameter: _widened(values) for parameter, values in state.items()}
     copied = object.__new__(type(optimizer))
     vars(copied).update(vars(optimizer))
@@ -421,6 +426,9 @@ def update(
         for parameter, values in state.items():
             if "step" in values and values["step"] is not widened[parameter]["step"]:
                 values["step"].copy_(widened[parameter]["step"])
+        if skipped is not None:
+            for tensor, old in zip(written, before, strict=True):
+                tensor.copy_(torch.where(skipped.to(tensor.device) != 0, old, tensor))
 
 
 @contextmanager

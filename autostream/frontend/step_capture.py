@@ -23,6 +23,7 @@ from autostream.errors import TraceError
 from autostream.frontend.capture import Capture, capture, is_argument
 from autostream.frontend.optimizers import values
 from autostream.frontend.parameters import clear_gradients, have_no_gradients, set_aside
+from autostream.frontend.scalers import call, is_method, traceable_scalers
 
 _LIBRARY = torch.library.Library("autostream", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("optimizer_step(int index, Tensor[] parameters, Tensor?[] gradients) -> ()")  # type: ignore[no-untyped-call]
@@ -120,7 +121,7 @@ def capture_step(body: Body, optimizers: Sequence[Optimizer], args: tuple[Any, .
     def is_replaced(owner: object, name: str) -> bool:
         if owner is body:
             return name == "parameters"
-        return name in _REPLACED and any(owner is optimizer for optimizer in optimizers)
+        return is_method(owner, name) or (name in _REPLACED and any(owner is optimizer for optimizer in optimizers))
 
     def is_replaced_or_gradient(owner: object, name: str) -> bool:
         if name == "grad" and id(owner) in every:
@@ -178,20 +179,22 @@ _ADDS = (
 )
 
 
-_REPLACED = ("step", "zero_grad")
+_REPLACED = ("step", "zero_grad", "scaled")
 
 
 @contextmanager
 def _without_updates(body: Body, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Replace ``step`` and ``zero_grad`` of these optimizers by functions that Dynamo can trace."""
+    """Replace methods of these optimizers, and of scalers, by functions that Dynamo can trace."""
     before = [
         {name: vars(optimizer)[name] for name in _REPLACED if name in vars(optimizer)} for optimizer in optimizers
     ]
     groups = [[dict(group) for group in each.param_groups] for each in optimizers]
     try:
         for index, optimizer in enumerate(optimizers):
-            vars(optimizer).update(step=_step_of(body, index), zero_grad=_zero_grad_of(body, index))
-        yield
+            scaled = _scaled_of(body, index)
+            vars(optimizer).update(step=_step_of(body, index), zero_grad=_zero_grad_of(body, index), scaled=scaled)
+        with traceable_scalers():
+            yield
     finally:
         for optimizer, attributes in zip(optimizers, before, strict=True):
             for name in _REPLACED:
@@ -273,6 +276,10 @@ def _step_of(body: Body, index: int) -> Callable[[], None]:
             torch.ops.autostream.optimizer_step(index, parameters, [parameter.grad for parameter in parameters])
 
     return step
+
+
+def _scaled_of(body: Body, index: int) -> Callable[[str, Any], None]:
+    return lambda method, scaler: call(method, scaler, index, body.parameters[index])
 
 
 def _zero_grad_of(body: Body, index: int) -> Callable[..., None]:

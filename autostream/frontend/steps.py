@@ -32,6 +32,7 @@ from autostream.frontend.inputs import names_of
 from autostream.frontend.optimizers import Group, update
 from autostream.frontend.parameters import State, clear_gradients, have_hooks
 from autostream.frontend.saved_tensors import hooks_set_aside
+from autostream.frontend.scalers import SCALER, Scalers
 from autostream.frontend.step_capture import OPTIMIZER_STEP
 from autostream.fusion.random_ops import is_random
 from autostream.ir import Program, Role
@@ -169,6 +170,7 @@ class _Run:
         interpreter = _Interpreter(self._captured.module, self._recomputes, self._updates, states, numbers)
         with torch.enable_grad(), torch.autograd.set_detect_anomaly(True, check_nan=False):  # records the user's lines
             outputs = interpreter.run(*inputs)
+        interpreter.scalers.check()
         if interpreter.recomputes_random:
             raise _RandomRecomputation
         if not all(isinstance(output, Tensor) for output in outputs):
@@ -218,6 +220,7 @@ class _Interpreter(fx.Interpreter):
         super().__init__(module)
         self._recomputes, self.recomputes_random = recomputes, False
         self._updates, self._states, self._numbers = updates, states, numbers
+        self.scalers = Scalers(self._update)
         self._taken = {storage_of(tensor) for state in states for tensor in state}
         """The storages of all tensors but gradients that no parameter has yet."""
         self._takes = not any(map(_may_save_gradients, module.graph.nodes))
@@ -246,6 +249,8 @@ class _Interpreter(fx.Interpreter):
         """Run a ``call_function`` node."""
         if target is OPTIMIZER_STEP or target is torch.ops.autostream.optimizer_step:
             return self._update(*args)
+        if target is SCALER or target is SCALER.default:
+            return self.scalers(*args)
         if target is torch.autograd.grad:
             for output in args[0] if isinstance(args[0], Sequence) else args[:1]:
                 _keep_lines(output)
@@ -267,7 +272,13 @@ class _Interpreter(fx.Interpreter):
 
         return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
 
-    def _update(self, index: int, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    def _update(
+        self,
+        index: int,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        skipped: Tensor | None = None,
+    ) -> None:
         known = self._updates[index]
         state: dict[Tensor, dict[str, Tensor]] = {}
         for (at, name), value in zip(known.state.names, self._states[index], strict=True):
@@ -276,7 +287,7 @@ class _Interpreter(fx.Interpreter):
         by_group = [[next(left) for _ in group["params"]] for group in known.optimizer.param_groups]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        update(known.optimizer, known.groups, self._numbers[index], by_group, state)
+        update(known.optimizer, known.groups, self._numbers[index], by_group, state, skipped)
         clear_gradients(parameters)
 
 

@@ -34,13 +34,13 @@ class Differentiation(Body):
         super().__init__(loss)
         self.loss, self.options = loss, options
 
-    def run(self, scale: Tensor | None, *batch: Any) -> tuple[Any, Gradients]:
-        """Differentiate the loss times ``scale``."""
-        return self.differentiate(scale, batch)
+    def run(self, *batch: Any) -> tuple[Any, Gradients]:
+        """Differentiate the loss, scaled if there is a scaler."""
+        return self.differentiate(batch)
 
-    def differentiate(self, scale: Tensor | None, batch: Batch) -> tuple[Any, Gradients]:
+    def differentiate(self, batch: Batch) -> tuple[Any, Gradients]:
         """The result of ``loss_fn``, and gradients, each in memory of its own."""
-        (parameters,), parts = self.parameters, self.options.microbatches
+        (parameters,), parts, scaler = self.parameters, self.options.microbatches, self.options.scaler
         trained = list({parameter: None for parameter in parameters if parameter.requires_grad})  # one may occur twice
         gradients: dict[Tensor, Tensor] = {}
         results = []
@@ -50,7 +50,7 @@ class Differentiation(Body):
                 if result is not loss:
                     raise TargetError("with microbatches, loss_fn has to return the loss alone")
                 loss = result = loss / parts
-            scaled = loss if scale is None else loss * scale
+            scaled = loss if scaler is None else scaler.scale(loss)
             found = torch.autograd.grad(scaled, trained, allow_unused=True)
             for parameter, gradient in zip(trained, found, strict=True):
                 if gradient is not None:
@@ -76,14 +76,20 @@ class WholeStep(Differentiation):
 
     def run(self, *batch: Any) -> Any:
         """Run the step; returns what ``loss_fn`` returns."""
-        (parameters,), options = self.parameters, self.options
-        result, gradients = self.differentiate(None, batch)
+        (parameters,), options, scaler = self.parameters, self.options, self.options.scaler
+        result, gradients = self.differentiate(batch)
         with torch.no_grad():
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
+            if scaler is not None:
+                scaler.unscale_(self.optimizer)
             if options.max_norm is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, options.max_norm)
-            self.optimizer.step()
+            if scaler is None:
+                self.optimizer.step()
+            else:
+                scaler.step(self.optimizer)
+                scaler.update()
             self.optimizer.zero_grad()
             if options.average is not None:
                 follow_tensors(*pairs_of(options.average, self.loss.model), options.decay)
