@@ -1,13 +1,15 @@
-"""A moving average of a model's weights, matched by name."""
+"""A moving average of a model's weights, matched by name; and PyTorch's own ``AveragedModel`` in a graph."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
-from autostream.errors import TargetError
+from autostream.errors import TargetError, TraceError
 
 
 def check_average(average: nn.Module, model: nn.Module) -> None:
@@ -97,3 +99,49 @@ def follow_tensors(parameters: Pairs, buffers: Pairs, decay: float) -> None:
         averaged.lerp_(current, 1 - decay)
     for averaged, current in buffers:
         averaged.copy_(current)
+
+
+_UPDATE: Any = AveragedModel.update_parameters
+
+
+def update_parameters(self: Any, model: nn.Module) -> None:
+    """What ``AveragedModel.update_parameters`` does, without a branch on how often it was called.
+
+    PyTorch's own code averages, as in a later call, and what is to be a copy in the first call is then set to one.
+    """
+    kept, count, uses_buffers = self.module, self.n_averaged, self.use_buffers
+    averaged = [*kept.parameters(), *(kept.buffers() if uses_buffers else ())]
+    current = [*model.parameters(), *(model.buffers() if uses_buffers else ())]
+    if any(tensor.device != count.device for tensor in averaged):
+        raise TraceError("the counter of an AveragedModel is on another device: give that, AveragedModel(..., device)")
+    _UPDATE(_Later(self), model)
+    with torch.no_grad():
+        for average, tensor in zip(averaged, current, strict=False):
+            average.copy_(torch.where(count == 0, tensor.to(average.device), average))
+        count += 1
+
+
+class _Later:
+    """An ``AveragedModel`` that has been updated before, as far as Python asks."""
+
+    def __init__(self, average: Any) -> None:
+        self.module, self.parameters, self.use_buffers = average.module, average.parameters, average.use_buffers
+        self.avg_fn, self.multi_avg_fn = average.avg_fn, average.multi_avg_fn
+        self.n_averaged = _Count(average.n_averaged)
+
+
+class _Count:
+    def __init__(self, count: Tensor) -> None:
+        self.count = count
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    def __gt__(self, other: object) -> bool:
+        return True
+
+    def to(self, device: Any) -> Tensor:
+        return self.count.to(device)
+
+    def __iadd__(self, other: object) -> _Count:
+        return self

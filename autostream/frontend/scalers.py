@@ -7,9 +7,8 @@ Nothing goes to the host: a step whose gradients are not finite is computed too,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial, reduce, wraps
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from autostream.errors import TraceError
-from autostream.frontend.optimizers import is_pytorchs
 from autostream.frontend.parameters import clear_gradients
 
 _LIBRARY = torch.library.Library("autostream", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -38,38 +36,10 @@ _LIBRARY.impl("scaler", _nothing, "CompositeExplicitAutograd")  # type: ignore[n
 SCALER = torch.ops.autostream.scaler
 
 
-@contextmanager
-def traceable_scalers() -> Iterator[None]:
-    """Let Dynamo trace scalers. Other threads may use them meanwhile: the methods are PyTorch's outside of Dynamo."""
-    before = {method.__name__: vars(GradScaler)[method.__name__] for method in _METHODS}
-    try:
-        for method in _METHODS:
-            setattr(GradScaler, method.__name__, _either(method, before[method.__name__]))
-        yield
-    finally:
-        for name, method in before.items():
-            setattr(GradScaler, name, method)
-
-
-def is_method(owner: object, name: str) -> bool:
-    """Whether a value that Dynamo reaches by this step is a method that :func:`traceable_scalers` has replaced."""
-    return name in _NAMES and isinstance(owner, dict) and owner == dict(vars(GradScaler))
-
-
-def _either(traced: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
-    if not is_pytorchs(eager):
-        return eager
-
-    @wraps(eager)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_traced = torch.compiler.is_dynamo_compiling() and type(self) in _CLASSES
-        return (traced if is_traced else eager)(self, *args, **kwargs)
-
-    return method
-
-
 def scale(self: Any, outputs: Any) -> Any:
     """What ``GradScaler.scale`` does, on one device."""
+    if type(self) not in _CLASSES:
+        raise TraceError("it has a scaler that is none of PyTorch's")
     if not self._enabled:
         return outputs
     if not isinstance(outputs, Tensor):
@@ -83,13 +53,13 @@ def scale(self: Any, outputs: Any) -> Any:
 def unscale_(self: Any, optimizer: Any) -> None:
     """An op for ``GradScaler.unscale_``."""
     if self._enabled:
-        optimizer.scaled("unscale_", self)
+        _scaled(optimizer, "unscale_", self)
 
 
 def step(self: Any, optimizer: Any) -> None:
     """An op for ``GradScaler.step``."""
     if self._enabled:
-        optimizer.scaled("step", self)
+        _scaled(optimizer, "step", self)
     else:
         optimizer.step()
 
@@ -100,15 +70,23 @@ def update(self: Any) -> None:
         call("update", self, -1, [])
 
 
-_METHODS = (scale, unscale_, step, update)
-_NAMES = {method.__name__ for method in _METHODS}
 _CLASSES = (GradScaler, torch.cuda.amp.GradScaler, torch.cpu.amp.GradScaler)  # type: ignore[attr-defined]
+
+
+def _scaled(optimizer: Any, method: str, scaler: Any) -> None:
+    try:  # ``hasattr`` would be guarded
+        scaled = optimizer.scaled
+    except AttributeError:
+        scaled = None
+    if scaled is None:
+        raise TraceError("it gives a GradScaler an optimizer that is not in the list: add it to optimizers=[...]")
+    scaled(method, scaler)
 
 
 def call(method: str, scaler: Any, index: int, parameters: Sequence[Tensor]) -> None:
     """The op for a method of a scaler, where Dynamo traces it."""
     if len(scaler._per_optimizer_states) > 0:  # whether it is true is not guarded in torch 2.13
-        raise RuntimeError("the scaler begins between unscale_() and update()")
+        raise TraceError("it begins between unscale_() and update() of its GradScaler")
     numbers = scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
     gradients = [parameter.grad for parameter in parameters]
     with torch.no_grad():

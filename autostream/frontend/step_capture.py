@@ -23,7 +23,8 @@ from autostream.errors import TraceError
 from autostream.frontend.capture import Capture, capture, is_argument
 from autostream.frontend.optimizers import values
 from autostream.frontend.parameters import clear_gradients, have_no_gradients, set_aside
-from autostream.frontend.scalers import call, is_method, traceable_scalers
+from autostream.frontend.scalers import call
+from autostream.frontend.traceable import is_traceable_method, traceable_methods
 
 _LIBRARY = torch.library.Library("autostream", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("optimizer_step(int index, Tensor[] parameters, Tensor?[] gradients) -> ()")  # type: ignore[no-untyped-call]
@@ -121,7 +122,8 @@ def capture_step(body: Body, optimizers: Sequence[Optimizer], args: tuple[Any, .
     def is_replaced(owner: object, name: str) -> bool:
         if owner is body:
             return name == "parameters"
-        return is_method(owner, name) or (name in _REPLACED and any(owner is optimizer for optimizer in optimizers))
+        of_optimizer = name in _REPLACED and any(owner is optimizer for optimizer in optimizers)
+        return of_optimizer or is_traceable_method(owner, name)
 
     def is_replaced_or_gradient(owner: object, name: str) -> bool:
         if name == "grad" and id(owner) in every:
@@ -184,7 +186,7 @@ _REPLACED = ("step", "zero_grad", "scaled")
 
 @contextmanager
 def _without_updates(body: Body, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Replace methods of these optimizers, and of scalers, by functions that Dynamo can trace."""
+    """Replace methods of these optimizers, and of some classes, by functions that Dynamo can trace."""
     before = [
         {name: vars(optimizer)[name] for name in _REPLACED if name in vars(optimizer)} for optimizer in optimizers
     ]
@@ -193,7 +195,7 @@ def _without_updates(body: Body, optimizers: Sequence[Optimizer]) -> Iterator[No
         for index, optimizer in enumerate(optimizers):
             scaled = _scaled_of(body, index)
             vars(optimizer).update(step=_step_of(body, index), zero_grad=_zero_grad_of(body, index), scaled=scaled)
-        with traceable_scalers():
+        with traceable_methods():
             yield
     finally:
         for optimizer, attributes in zip(optimizers, before, strict=True):
