@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from autostream.errors import TraceError
 from autostream.frontend.capture import Capture, capture, is_argument
+from autostream.frontend.freezing import freezing_traced
 from autostream.frontend.optimizers import values
 from autostream.frontend.parameters import clear_gradients, have_no_gradients, set_aside
 from autostream.frontend.scalers import call
@@ -195,7 +196,7 @@ def _without_updates(body: Body, optimizers: Sequence[Optimizer]) -> Iterator[No
         for index, optimizer in enumerate(optimizers):
             scaled = _scaled_of(body, index)
             vars(optimizer).update(step=_step_of(body, index), zero_grad=_zero_grad_of(body, index), scaled=scaled)
-        with traceable_methods():
+        with traceable_methods(), freezing_traced():
             yield
     finally:
         for optimizer, attributes in zip(optimizers, before, strict=True):
