@@ -777,7 +777,7 @@ def test_an_internal_error_is_a_fallback(monkeypatch: pytest.MonkeyPatch, caplog
 
 
 STRICT: Mapping[str, tuple[Any, tuple[Any, ...], str]] = {
-    "no graph": (Model(lambda s, x: x if x.sum() > 0 else -x), (t(3),), "Data-dependent branching"),
+    "no graph": (Model(lambda s, x: x if x.sum() > 0 else -x), (t(3),), "Python branches on a number"),
     "a subclass": (Model(lambda s, x: x), (t(3).as_subclass(Jagged),), "input 0 is a Jagged"),
     "sparse": (Model(lambda s, x: x), (t(3, 3).to_sparse(),), "layout torch.sparse_coo"),
     "lazy": (nn.LazyLinear(3), (t(3),), "parameters that its first call makes"),

@@ -357,9 +357,12 @@ def gives_a_result_other_memory(s: Model, x: Tensor) -> Tensor:
 SPLIT: Mapping[str, tuple[Callable[[], Case], str]] = {
     "control flow that depends on data": (
         lambda: case(Model(lambda s, x: x + 1 if x.sum() > 0 else x - 1), t(3)),
-        "Data-dependent branching",
+        "Python branches on",
     ),
-    "averages over all batches": (lambda: case(nn.BatchNorm1d(4, momentum=None), t(5, 4)), "data-dependent"),
+    "averages over all batches": (
+        lambda: case(nn.BatchNorm1d(4, momentum=None), t(5, 4)),
+        "Python branches on",
+    ),
     "sparse inside": (lambda: case(Model(lambda s, x: x.to_sparse().sum().sin()), t(3, 3)), "sparse"),
     "an input that is resized": (lambda: case(Model(shrinks), t(3)), ""),
     "an input that is transposed in place": (lambda: case(Model(lambda s, x: x.t_()), t(3, 4)), ""),
@@ -370,7 +373,7 @@ SPLIT: Mapping[str, tuple[Callable[[], Case], str]] = {
     "an exception": (lambda: case(Model(raises_a_lookup_error), t(3)), "exception"),
     "an exception that depends on data": (
         lambda: case(Model(raises_at_positive_sums), t(3)),
-        "Data-dependent branching",
+        "Python branches on",
     ),
     "an exception after a graph break": (
         lambda: case(Model(writes_breaks_and_raises), t(2, 3).abs()),

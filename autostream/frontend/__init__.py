@@ -3,7 +3,7 @@
 Where to look: ``capture.py`` captures a call as one graph, ``guards.py`` says what is guarded, ``graph_breaks.py`` what
 happens at a graph break, ``eager_only.py`` which calls stay eager. ``aten.py`` makes programs of captured graphs,
 ``autograd.py`` forward and backward graphs. ``step_capture.py`` captures a training step, of which ``steps.py`` makes
-one program; ``training_steps.py`` writes out those of ``train_step``.
+one program; ``training_steps.py`` writes out those of ``train_step``. ``reasons.py`` says why Dynamo refused.
 
 The private interfaces of PyTorch that this package uses. All of them were first seen in torch 2.11, and are there in
 2.13; both versions are tested. After a ``TraceError`` the call runs eagerly.
@@ -54,6 +54,9 @@ File                   Interface                                          Where 
 ..                     ``autograd_grad_consumed_grad_fns``, ``comptime``  a ``TraceError`` names it
 ..                     ``builder.make_dupe_guard``                        a ``TraceError`` names it
 ..                     ``_dynamo_static_input_type``: marks constants     Dynamo marks none
+``freezing.py``        ``TensorVariable.method_requires_grad_``             Dynamo refuses to set ``requires_grad``
+..                     ``SetAttrBuiltinVariable._call_setattr``           the same
+``reasons.py``         Dynamo's messages                                  the reason is Dynamo's message
 ``scalers.py``         ``GradScaler._scale`` and its like                 a ``TraceError``: the step runs eagerly
 ``steps.py``           ``pop_dynamic_layer_stack`` of functorch           no fallback
 ``parameters.py``      ``Tensor._backward_hooks`` and its like            no fallback

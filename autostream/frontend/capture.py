@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import builtins
 import random
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType, FunctionType
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autostream.analysis.source import user_line
 from autostream.errors import FastPathError, TraceError, first_line
 from autostream.frontend.attention_fast_path import use_attention_fast_path
 from autostream.frontend.attention_masks import simplify_masks
@@ -39,6 +37,7 @@ from autostream.frontend.guards import (
     steps_of,
     value_of,
 )
+from autostream.frontend.reasons import PYTHONS_NUMBERS, reason_of
 
 Arguments = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A call: the callable, its positional arguments and its keyword arguments."""
@@ -169,11 +168,11 @@ def capture(
             try:
                 output = _compile_frame(function, scope, backend)
             except Exception as error:
-                raise TraceError(_reason_of(error)) from error
+                raise TraceError(reason_of(error)) from error
             finally:
                 random.setstate(random_state)
             if output.tracer_output.output_graph.random_calls:  # the graph would use the same numbers in each call
-                raise FastPathError("it draws random numbers from a generator of Python's")
+                raise FastPathError(PYTHONS_NUMBERS)
             if not graphs:
                 return None
             ((module, example_inputs, stores, effects, leaves_gradients, sources),) = graphs
@@ -297,11 +296,3 @@ def _constants(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     mutable = any(isinstance(value, list | dict | set | Tensor) for value in constants.values())
     return None if mutable else constants
-
-
-def _reason_of(error: BaseException) -> str:
-    """Why Dynamo cannot capture a call, in one line, with the user's line where it is known."""
-    stack = getattr(error, "real_stack", None)
-    line = user_line("".join(traceback.format_list(stack))) if stack else ""
-    reason = first_line(error).removeprefix("Unsupported: ").removeprefix("UserError: ")
-    return f"{reason} ({line})" if line else reason

@@ -1,0 +1,224 @@
+"""What no graph of a step does: it runs as it is written, and the reason has the user's line and what to write."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autostream
+from autostream import TraceError
+
+QUICK: dict[str, Any] = {"policy": "sequential", "kernels": "eager"}
+Update = Callable[[Tensor], Any]
+Optimizers = list[torch.optim.SGD]
+BUFFER = [torch.full((4, 3), float(at), dtype=torch.double) for at in range(5)]
+ROWS, GENERATOR, RANDOM = np.ones((5, 3)), torch.Generator(), np.random.default_rng(0)
+
+
+def branches(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    if loss.item() > 3:
+        loss = loss * 2
+    return loss
+
+
+def branches_on_a_tensor(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    if not torch.isfinite(loss):
+        loss = loss * 0
+    return loss
+
+
+def prints(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    print(loss)
+    return loss
+
+
+def prints_a_text(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    print(f"loss {loss}")
+    return loss
+
+
+def logs(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    logging.getLogger("steps").info("loss %s", loss)
+    return loss
+
+
+def samples(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    x = torch.cat(random.sample(BUFFER, 2))
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def samples_an_index(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    x = BUFFER[random.randint(0, 4)]
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def samples_with_numpy(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    x = torch.from_numpy(ROWS[np.random.randint(0, 5, size=4)])
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def samples_with_a_generator(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    x = torch.from_numpy(ROWS[RANDOM.integers(0, 5, size=4)])
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def draws(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    x = x + torch.randn(4, 3, generator=GENERATOR, dtype=torch.double)
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def converts(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    loss.detach().numpy()
+    return loss
+
+
+def steps_another(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    sgd[1].step()
+    return loss
+
+
+def scales_another(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    SCALER.scale(loss)
+    SCALER.step(sgd[1])
+    SCALER.update()
+    return loss
+
+
+class Own(torch.amp.GradScaler):
+    """A scaler of the user's."""
+
+
+SCALER, OWN = torch.amp.GradScaler("cpu"), Own("cpu")
+
+
+def scales_in_its_own_way(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    OWN.scale(loss)
+    return loss
+
+
+def schedules(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    torch.optim.lr_scheduler.StepLR(sgd[1], 1)
+    return loss
+
+
+def saves(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    open("/dev/null").close()
+    return loss
+
+
+DRAW = "draw before the call, and pass what is drawn"
+REASONS: dict[Callable[..., Tensor], str] = {
+    branches: "Python branches on a number .*use torch.where .*if loss.item() > 3:",
+    branches_on_a_tensor: "Python branches on a number .*use torch.where .*if not torch.isfinite(loss):",
+    prints: "it prints or logs a tensor: return it.*print(loss)",
+    prints_a_text: "it prints or logs a tensor: return it.*print(f",
+    logs: "it prints or logs a tensor: return it.*logging.getLogger",
+    samples: f"random numbers from a generator of Python's: {DRAW}.*random.sample",
+    samples_an_index: "Python branches on a number .*or indexes with it.*random.randint",
+    samples_with_numpy: f"it calls NumPy: {DRAW}.*np.random",
+    samples_with_a_generator: f"it calls NumPy: {DRAW}.*RANDOM.integers",
+    draws: f"it draws from a torch.Generator: .*{DRAW}.*generator=GENERATOR",
+    converts: "it calls numpy() of a tensor: return the tensor.*loss.detach().numpy()",
+    steps_another: "an optimizer that is not in the list: add it to optimizers=.*sgd[1].step()",
+    scales_another: "an optimizer that is not in the list: add it to optimizers=.*SCALER.step(sgd[1])",
+    scales_in_its_own_way: "a scaler that is none of PyTorch's.*OWN.scale(loss)",
+    schedules: "it steps a learning-rate scheduler: do that between steps.*StepLR(sgd[1], 1)",
+    saves: "it calls open, which cannot be captured.*open(",
+}
+
+
+def made(compute: Callable[..., Tensor]) -> tuple[Update, nn.Linear, Optimizers]:
+    torch.manual_seed(0)
+    model, other = nn.Linear(3, 1).double(), nn.Linear(1, 1)
+    sgd = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.5) for each in (model, other)]
+    other.weight.grad = torch.ones(1, 1)
+
+    def update(x: Tensor) -> Tensor:
+        loss = compute(model, sgd, x)
+        sgd[0].zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        sgd[0].step()
+        return loss
+
+    return update, model, sgd
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("compute", REASONS, ids=lambda compute: compute.__name__)
+def test_the_reason_has_the_line_and_what_to_write_instead(compute: Any, caplog: pytest.LogCaptureFixture) -> None:
+    results = []
+    for wrap in (lambda update, _: update, lambda update, sgd: autostream.step(optimizers=sgd[:1], **QUICK)(update)):
+        random.seed(0)
+        np.random.seed(0)
+        GENERATOR.manual_seed(0)
+        RANDOM.bit_generator.state = np.random.default_rng(0).bit_generator.state
+        update, model, sgd = made(compute)
+        step = wrap(update, sgd)
+        with caplog.at_level(logging.WARNING, "autostream.dispatch.step_functions"):
+            losses = [step(torch.ones(4, 3, dtype=torch.double)).detach() for _ in range(3)]
+        results.append([*losses, *(parameter.detach() for parameter in model.parameters())])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-10)
+    (reason,) = [refusal.reason for report in step.reports for refusal in report.refusals]
+    assert re.search(".*".join(map(re.escape, REASONS[compute].split(".*"))), reason)
+    assert re.search(r"\(tests/test_step_reasons\.py:\d+: ", reason)
+    assert [record.getMessage() for record in caplog.records if reason in record.getMessage()]
+    update, _, sgd = made(compute)
+    strict = autostream.step(optimizers=sgd[:1], strict=True, **QUICK)(update)
+    strict(torch.ones(4, 3, dtype=torch.double))
+    with pytest.raises(TraceError, match=re.escape(reason)):
+        strict(torch.ones(4, 3, dtype=torch.double))
+
+
+@pytest.mark.parametrize("around", ["all", "forward", "backward"])
+def test_autocast_is_in_the_graph_wherever_it_is(around: str) -> None:
+    def write() -> tuple[Update, nn.Module, torch.optim.SGD]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def update(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=around != "backward"):
+                loss: Tensor = model(x).float().square().mean()
+                if around == "all":
+                    sgd.zero_grad()
+                    loss.backward()  # type: ignore[no-untyped-call]
+            if around != "all":
+                sgd.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16, enabled=around == "backward"):
+                    loss.backward()  # type: ignore[no-untyped-call]
+            sgd.step()
+            return loss
+
+        return update, model, sgd
+
+    (update, ours, sgd), (eager, theirs, _) = write(), write()
+    step = autostream.step(optimizers=[sgd], strict=True, **QUICK)(update)
+    for _ in range(4):
+        x = torch.randn(4, 3)
+        torch.testing.assert_close(step(x), eager(x).detach(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=1e-6)
+    assert [report.mode for report in step.reports] == ["one stream"]
