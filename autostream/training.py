@@ -13,8 +13,7 @@ decorates is captured whole, or runs as it is written (``dispatch/step_functions
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -35,13 +34,13 @@ from autostream.frontend.modules import name_of
 from autostream.frontend.optimizers import TRACED, note_step, obstacle, takes_closure
 from autostream.frontend.parameters import stateless
 from autostream.frontend.training_steps import Gradients
+from autostream.frontend.tree import map_tensors
 from autostream.fusion.inductor import check_level, check_settings
 from autostream.ir import Decision
 from autostream.options import Options, StepOptions, disabled
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.runtime.input_buffers import BufferTable
-from autostream.runtime.restore import Restore
 from autostream.utils.storages import storage_of
 
 log = logging.getLogger(__name__)
@@ -323,17 +322,29 @@ class TrainStep:
         return result
 
     def _run_eagerly(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, Gradients], str]:
-        """The result and gradients of an eager step, and the mode for reports."""
+        """The result and gradients of an eager step, and the mode for reports.
+
+        The first one shows whether a gradient of the model's outputs is differentiated, which graphs of the model do
+        not allow: its calls are scheduled in later steps, if not.
+        """
         step, mode = self._eager_step
         if step is self._step or self._has_run:
             return step.differentiate(batch), mode
-        with restored_after(_DOUBLE_BACKWARD, [*step.modules.buffers()]) as errors:
-            result = step.differentiate(batch)
-        if errors:
-            self.__dict__["_eager_step"] = self._step, "plain"
-            return self._step.differentiate(batch), "plain"
+        model, optimizer, loss_fn, options = self._parts
+        modes = set[bool]()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            outputs = model(*args, **kwargs)
+            map_tensors(lambda tensor: _note_backwards(tensor, modes), outputs)
+            return outputs
+
+        watched = proxy_of(model, run)
+        assert watched is not None, "there is another proxy"
+        result = Step(Loss(loss_fn, watched), optimizer, options).differentiate(batch)
         self._has_run = True
-        return result, mode
+        if modes != {False}:
+            self.__dict__["_eager_step"] = self._step, "plain"
+        return result, self._eager_step[1]
 
     def _report(self, decisions: dict[str, Decision], reasons: Sequence[str], mode: str) -> None:
         """Add reasons to the decisions for reports, and log those that are new."""
@@ -389,29 +400,10 @@ class TrainStep:
         return TrainStep, self._parts
 
 
-@contextmanager
-def restored_after(message: str, tensors: Sequence[Tensor]) -> Iterator[list[str]]:
-    """Catch a ``RuntimeError`` with this message, and restore the tensors and the random number generators.
-
-    Yields:
-        The message of the error, once it is caught.
-    """
-    restore, state = Restore(tensors), torch.get_rng_state()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    caught: list[str] = []
-    try:
-        yield caught
-    except RuntimeError as error:
-        if message not in str(error):
-            raise
-        caught.append(str(error))
-        restore()
-        torch.set_rng_state(state)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
+def _note_backwards(output: Tensor, modes: set[bool]) -> None:
+    """Add whether a backward through this tensor makes a graph, which differentiates the gradient, to the modes."""
+    if output.requires_grad:
+        output.register_hook(lambda _: modes.add(torch.is_grad_enabled()))  # type: ignore[no-untyped-call]
 
 
 _MOST_REASONS = 100
-
-_DOUBLE_BACKWARD = "does not currently support double backward"
-"""AOTAutograd's error for a loss that differentiates a gradient. The model then runs eagerly."""

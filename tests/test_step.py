@@ -580,6 +580,34 @@ def returns_none(model: nn.Module, optimizer: Optimizer) -> Update:
     return update
 
 
+def deletes_gradients(model: nn.Module, optimizer: Optimizer) -> Update:
+    def update(x: Tensor, at: int) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        for parameter in model.parameters():
+            del parameter.grad
+        return loss
+
+    return update
+
+
+def says_whether_gradients_were_there(model: nn.Module, optimizer: Optimizer) -> Update:
+    """The graph is the same with and without them, the result is not."""
+
+    def update(x: Tensor, at: int) -> tuple[Tensor, Tensor | None]:
+        before = model[0].weight.grad is None
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        if at < 3:
+            optimizer.zero_grad()
+        return loss, None if before else loss
+
+    return update
+
+
 def by_hand(model: nn.Module, optimizer: Optimizer) -> Update:
     """A layer that no optimizer has is trained by hand, until it is frozen."""
     del optimizer.param_groups[0]["params"][:2]
@@ -627,7 +655,15 @@ def gradients_that_share_memory(model: nn.Module, optimizer: Optimizer) -> Updat
 
 HABITS = (
     *(gradients_stay, cleared_at_first_of_three, backward_and_step_in_turns, checkpointed, rate_set_inside),
-    *(asks_for_gradients, returns_none, by_hand, hooks_of_its_own, gradients_that_share_memory),
+    *(
+        asks_for_gradients,
+        deletes_gradients,
+        says_whether_gradients_were_there,
+        returns_none,
+        by_hand,
+        hooks_of_its_own,
+        gradients_that_share_memory,
+    ),
 )
 
 

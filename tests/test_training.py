@@ -788,6 +788,21 @@ def test_a_step_that_no_graph_computes_trains_all_the_same_and_the_report_says_w
     assert Counting.calls == (8 if "counting" in name else 0)
 
 
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_a_loss_that_differentiates_a_gradient_runs_once_in_each_step(leaves_out: bool) -> None:
+    """No graph of the model allows that, nor holds what the loss prints."""
+    calls: list[int] = []
+
+    def penalized(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        calls.append(1)
+        print("loss")
+        return twice_differentiated(model, x, y) if not leaves_out else mse(model, x, y)
+
+    step = assert_trains_alike(Scene(mlp, loss=penalized, steps=4))
+    assert len(calls) == 8  # four of them eager
+    assert modes(step) == ["forward and backward" if leaves_out else "plain"]
+
+
 def test_an_optimizer_that_is_hooked_later_runs_after_a_graph_of_forward_and_backward(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autostream.analysis.source import user_line
 from autostream.errors import TraceError
 from autostream.frontend.capture import Capture, capture, is_argument
 from autostream.frontend.freezing import freezing_traced
@@ -146,6 +147,10 @@ def capture_step(body: Body, optimizers: Sequence[Optimizer], args: tuple[Any, .
         for node in found.module.graph.nodes:
             if getattr(node.target, "__name__", "") == "set_" and id(tensors.get(node.args[0])) in every:
                 raise TraceError("it sets the data of a parameter, whose gradient would be lost: write it in place")
+        for node in found.module.graph.find_nodes(op="call_method", target="__delattr__"):
+            raise TraceError(
+                f"it deletes a gradient: set it to None ({user_line(node.stack_trace)})"
+            )  # Dynamo leaves it
         numbers = {id(value) for each in optimizers for value in values(each) if isinstance(value, Tensor)}
         if any(id(tensor) in numbers for tensor in found.tensors):
             raise TraceError("it reads a hyperparameter of an optimizer that is a tensor")
@@ -161,21 +166,24 @@ def capture_step(body: Body, optimizers: Sequence[Optimizer], args: tuple[Any, .
         if not (adds := any(item.source.endswith(".grad") for item in with_gradients.inputs)) and not read:
             return with_gradients
         clear_gradients(every.values())
-        if not adds and _same_graph(with_gradients, captured(is_replaced_or_gradient)):
+        if not adds and _are_alike(with_gradients, captured(is_replaced_or_gradient)):
             return with_gradients  # Dynamo's backward reads each gradient, also of what the loss does not reach
+        reason = _ADDS if adds else _ASKS
         if not begins_without:
-            raise TraceError(_ADDS)
+            raise TraceError(reason)
         without_gradients = captured(is_replaced)
     if without_gradients.leaves_gradients:
-        raise TraceError(_ADDS)
+        raise TraceError(reason)
     return without_gradients
 
 
-def _same_graph(one: Capture, other: Capture) -> bool:
+def _are_alike(one: Capture, other: Capture) -> bool:
+    """Whether two captures compute the same, and have the same results and effects."""
     inputs = [[item.source for item in captured.inputs] for captured in (one, other)]
-    return inputs[0] == inputs[1] and one.module.code == other.module.code
+    return inputs[0] == inputs[1] and one.module.code == other.module.code and one.bytecode == other.bytecode
 
 
+_ASKS = "it asks for gradients that may be there when it is called: do that after zero_grad()"
 _ADDS = (
     "it adds to gradients that are there when it is called: call zero_grad() before each backward, or where it ends, "
     "and without set_to_none=False"
