@@ -582,6 +582,7 @@ def returns_none(model: nn.Module, optimizer: Optimizer) -> Update:
 
 def deletes_gradients(model: nn.Module, optimizer: Optimizer) -> Update:
     def update(x: Tensor, at: int) -> Tensor:
+        optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
@@ -595,7 +596,7 @@ def deletes_gradients(model: nn.Module, optimizer: Optimizer) -> Update:
 def says_whether_gradients_were_there(model: nn.Module, optimizer: Optimizer) -> Update:
     """The graph is the same with and without them, the result is not."""
 
-    def update(x: Tensor, at: int) -> tuple[Tensor, Tensor | None]:
+    def update(x: Tensor, at: int) -> tuple[Tensor | None, ...]:
         before = model[0].weight.grad is None
         optimizer.zero_grad()
         loss = model(x).square().mean()
@@ -603,7 +604,7 @@ def says_whether_gradients_were_there(model: nn.Module, optimizer: Optimizer) ->
         optimizer.step()
         if at < 3:
             optimizer.zero_grad()
-        return loss, None if before else loss
+        return (loss, None) if before else (loss,)
 
     return update
 
