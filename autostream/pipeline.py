@@ -116,26 +116,45 @@ def plan(
             kernels cannot be fused here.
         TraceError: Dynamo cannot capture the model as one graph.
     """
-    if options.costs == "measured" and profile is not None:
-        raise OptionError('costs="measured" needs the device itself: leave out the profile, or use costs="roofline"')
-    if options.kernels == "inductor" and profile is not None:
-        raise OptionError('kernels="inductor" needs the device itself: leave out the profile, or use kernels="eager"')
-    device = None if profile is None else _device_of(profile)
+    check_plannable(options, profile)
+    device = None if profile is None else device_of(profile)
     stopwatch = Stopwatch()
     with stopwatch("trace"):
         traced = trace(model, args, kwargs, device=device)
         check_one_device(traced.program)
-    arguments = traced.arguments(model, args, kwargs)
-    program, unfused = _fused(traced.program, options, arguments, stopwatch)
+    arguments, label = traced.arguments(model, args, kwargs), _label(model, args, kwargs, device)
+    return plan_program(traced.program, arguments, name_of(model), label, options, profile, stopwatch)
+
+
+def plan_program(
+    program: Program,
+    arguments: Sequence[Tensor],
+    name: str,
+    label: str,
+    options: Options,
+    profile: DeviceProfile | None,
+    stopwatch: Stopwatch,
+) -> Report:
+    """A dry run of a traced program, as :func:`plan`.
+
+    Args:
+        program: the program, of the profile's device if there is one.
+        arguments: its arguments.
+        name: of the model or the step.
+        label: describes the calls.
+        options: as for :func:`plan`.
+        profile: as for :func:`plan`.
+        stopwatch: has the time of the trace.
+    """
+    program, unfused = _fused(program, options, arguments, stopwatch)
     priced = price_program(program, options, stopwatch, profile, arguments if options.costs == "measured" else None)
     capture = options.cuda_graph is not False and priced.graph.device != "cpu" and not priced.refusals
     candidates = candidates_for(priced, options, capture, stopwatch)
     exempted = exemption(candidates[0], options.memory_budget, given_bytes(priced.graph))
     best = best_of(candidates)
-    label = _label(model, args, kwargs, device)
     refusals = (*unfused, *priced.refusals, *_in_sections(priced, options))
     return replace(
-        planned(name_of(model), label, "dry run", program.level, priced, candidates, best),
+        planned(name, label, "dry run", program.level, priced, candidates, best),
         refusals=(*refusals, *priced.notes, *exempted),
         seconds=dict(stopwatch.seconds),
     )
@@ -204,7 +223,19 @@ def _fused(
         return program, (Decision("", "not fused", str(error)),)
 
 
-def _device_of(profile: DeviceProfile) -> str:
+def check_plannable(options: Options, profile: DeviceProfile | None) -> None:
+    """Check that options ask for nothing of a device that need not be here.
+
+    Raises:
+        OptionError: a profile is given, and costs are to be measured or kernels to be fused.
+    """
+    if options.costs == "measured" and profile is not None:
+        raise OptionError('costs="measured" needs the device itself: leave out the profile, or use costs="roofline"')
+    if options.kernels == "inductor" and profile is not None:
+        raise OptionError('kernels="inductor" needs the device itself: leave out the profile, or use kernels="eager"')
+
+
+def device_of(profile: DeviceProfile) -> str:
     """The name of the device that a profile describes."""
     return "cpu" if profile == profile_of("cpu") else "cuda:0"
 

@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 
 from autostream.dispatch.dispatcher import Dispatcher
 from autostream.dispatch.step_functions import StepFunction
-from autostream.dispatch.step_graphs import Done, Refusal, StepGraphs
+from autostream.dispatch.step_graphs import Done, Refusal, StepGraphs, plan_step
 from autostream.dispatch.steps import Step, graphs_of
-from autostream.errors import TargetError
+from autostream.errors import TargetError, TraceError
 from autostream.frontend.averages import differing_buffers
 from autostream.frontend.losses import Loss
 from autostream.frontend.model_proxy import proxy_of
@@ -36,7 +36,7 @@ from autostream.frontend.parameters import stateless
 from autostream.frontend.training_steps import Gradients
 from autostream.frontend.tree import map_tensors
 from autostream.fusion.inductor import check_level, check_settings
-from autostream.ir import Decision
+from autostream.ir import Decision, DeviceProfile, Program
 from autostream.options import Options, StepOptions, disabled
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
@@ -369,6 +369,21 @@ class TrainStep:
         if scheduled is None:
             return self._step, "plain"
         return Step(Loss(loss_fn, scheduled), optimizer, options), _EAGER_LOSS
+
+    def plan(
+        self, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None = None
+    ) -> tuple[Program, Report]:
+        """A dry run, after one eager step, which makes the optimizer's state: the program, and its schedules.
+
+        Raises:
+            OptionError: see :func:`autostream.pipeline.plan`.
+            TraceError: no graph computes the whole step.
+        """
+        if self._whole is None:
+            raise TraceError(f"{self._backward.name} is no one graph: {next(iter(self._eager_optimizer))}")
+        with torch.set_grad_enabled(False):
+            self._step.complete(*self._step.differentiate(args))
+            return plan_step(self._whole, args, options, profile)
 
     @property
     def reports(self) -> tuple[Report, ...]:

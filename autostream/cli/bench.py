@@ -46,6 +46,10 @@ def _bench(arguments: argparse.Namespace) -> int:
     inputs = [parse_input(text) for text in arguments.input]
     require_writable(arguments.out)
     model, args = prepare(arguments.target, inputs, device)
+    if not isinstance(model, nn.Module):
+        raise TargetError(
+            f"{arguments.target} is a training step, and bench times models: time it as examples/sac.py does"
+        )
     with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         cells = _measured(model, args, device, {mode: known[mode] for mode in known if mode in modes})
     status("")

@@ -8,6 +8,7 @@ from math import isfinite
 from statistics import median
 
 import torch
+from torch import nn
 
 from autostream.api import optimize
 from autostream.cli.command import Command
@@ -31,6 +32,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         raise TargetError(DISABLED)
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     model, args = prepare("googlenet", [], device, dtype)
+    assert isinstance(model, nn.Module)
     with torch.no_grad(), progress("optimizing and timing googlenet"):
         fast = optimize(model)
         expected, got = model(*args), fast(*args)

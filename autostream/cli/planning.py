@@ -22,7 +22,7 @@ from autostream.cli import zoo
 from autostream.cli.arguments import how_many, names, whole
 from autostream.cli.command import Argument, Command, argument
 from autostream.cli.shared import DISABLED, JSON, PLANNING, TARGET
-from autostream.cli.targets import parse_device, parse_input, prepare
+from autostream.cli.targets import Step, parse_device, parse_input, prepare
 from autostream.cli.terminal import message, progress, require_writable, show
 from autostream.costs.cache import read
 from autostream.costs.device import known_names, profile_named
@@ -31,7 +31,7 @@ from autostream.costs.records import check_context
 from autostream.dispatch.dispatcher import Dispatcher
 from autostream.errors import TargetError, TraceError
 from autostream.frontend.trial import check_call
-from autostream.ir import DeviceProfile
+from autostream.ir import DeviceProfile, Program
 from autostream.options import Options
 from autostream.pipeline import lowered, program_of
 from autostream.reporting import dot, stages, svg, text, timeline
@@ -44,11 +44,10 @@ _OPTIONS = ("policy", "streams", "costs", "kernels", "tuning_seconds", "memory_b
 
 
 class Plan(NamedTuple):
-    """A model, its inputs and its report."""
+    """The report of a model or a step, and what makes its program."""
 
-    model: nn.Module
-    args: tuple[Any, ...]
     report: Report
+    program: Callable[[], Program]
 
 
 Format = Callable[[Plan, Selection], str]
@@ -92,8 +91,20 @@ def _planned(arguments: argparse.Namespace, runs: bool) -> Plan:
     with progress(f"planning {arguments.target}"), redirect_stdout(sys.stderr):  # the user's code may print as well
         model, args = prepare(arguments.target, inputs, device, zoo_model=zoo_model)
         with torch.no_grad(), _quiet_torch():
+            if not isinstance(model, nn.Module):
+                return _of_step(model, args, options, profile, runs=here)
             report = _optimized(model, args, options) if here else _dry(model, args, options, profile)
-    return Plan(model, args, report)
+    return Plan(report, partial(program_of, model, args, {}, report))
+
+
+def _of_step(step: Step, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None, *, runs: bool) -> Plan:
+    """The plan of a training step; with ``runs``, of its third call: the first one makes the state of optimizers."""
+    program, report = step.plan(args, options, profile)
+    if runs:
+        for _ in range(3):
+            step(*args)
+        report = step.reports[0]
+    return Plan(report, lambda: program)
 
 
 def _planned_for(text: str | None) -> tuple[torch.device, DeviceProfile | None]:
@@ -159,14 +170,12 @@ def _tables(plan: Plan, selection: Selection) -> str:
 
 
 def _code(plan: Plan, selection: Selection) -> str:
-    model, args, report = plan
-    return lowered(program_of(model, args, {}, report), report).code
+    return lowered(plan.program(), plan.report).code
 
 
 def _stages(plan: Plan, selection: Selection) -> str:
-    model, args, report = plan
-    program = program_of(model, args, {}, report)
-    return stages.render(report, traced=program.module.code, lowered=lowered(program, report).code)
+    program = plan.program()
+    return stages.render(plan.report, traced=program.module.code, lowered=lowered(program, plan.report).code)
 
 
 def _dot(plan: Plan, selection: Selection) -> str:

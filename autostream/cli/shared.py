@@ -13,7 +13,7 @@ from autostream.options import CostSource, KernelLevel, PolicyName
 
 TARGET = """TARGET is a torchvision or timm model's name (random weights, nothing is downloaded),
 package.module:factory or file.py:factory. A factory is a function that takes no arguments and returns a
-module, or (module, args).
+module, or (module, args); or (step, batch), where step is what autostream.step or train_step made.
 The module is imported and the factory called: TARGET RUNS CODE, so name only what you trust.
 """
 

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autostream.cli import zoo
+from autostream.dispatch.step_functions import StepFunction
 from autostream.errors import TargetError, first_line
+from autostream.training import TrainStep
 
 _SHAPE = re.compile(r"\d+(x\d+)*", re.ASCII)
 
@@ -48,19 +50,22 @@ class InputSpec:
     dtype: torch.dtype | None = None
 
 
+Step = StepFunction | TrainStep
+
 Zoo = Callable[[str], tuple[nn.Module, tuple[Any, ...]]]
 """Makes a model and its inputs from a name, as :func:`autostream.cli.zoo.build` does."""
 
 
-def load(target: str, zoo_model: Zoo = zoo.build) -> tuple[nn.Module, tuple[Any, ...] | None]:
+def load(target: str, zoo_model: Zoo = zoo.build) -> tuple[nn.Module | Step, tuple[Any, ...] | None]:
     """Make the model of TARGET, and its example inputs if it has any. This runs the user's code.
 
     ``package.module:factory`` and ``file.py:factory`` name a function (or a module class) that is called without
-    arguments and returns a module, or a module and a tuple of inputs; anything else is a name for ``zoo_model``.
+    arguments and returns a module, or a module and a tuple of inputs, or a training step and its batch; anything else
+    is a name for ``zoo_model``.
     The working directory, or the file's own, becomes importable as it is for ``python -m`` and ``python file.py``.
 
     Raises:
-        TargetError: it cannot be imported or called, or does not return a module.
+        TargetError: it cannot be imported or called, or returns neither.
 
     Example:
         >>> load("torch.nn:Flatten")
@@ -129,11 +134,11 @@ def prepare(
     device: torch.device,
     dtype: torch.dtype | None = None,
     zoo_model: Zoo = zoo.build,
-) -> tuple[nn.Module, tuple[Any, ...]]:
+) -> tuple[nn.Module | Step, tuple[Any, ...]]:
     """Load TARGET, make its inputs and move both to the device.
 
     Floating-point parameters are cast to ``dtype``, by default the first floating-point dtype of ``inputs``; the
-    model's own inputs are cast as well.
+    model's own inputs are cast as well. A training step stays on the device where it was made.
 
     Raises:
         TargetError: TARGET cannot be loaded, has no inputs, or its ``forward`` takes another number of inputs.
@@ -144,6 +149,9 @@ def prepare(
         (2, 12)
     """
     model, example = load(target, zoo_model)
+    if not isinstance(model, nn.Module):
+        assert example is not None, "a step comes with its batch"
+        return model, make_inputs(inputs, device, torch.float32) if inputs else example
     floating = [spec.dtype for spec in inputs if spec.dtype is not None and spec.dtype.is_floating_point]
     dtype = dtype or next(iter(floating), None)
     model = model.to(device, dtype)
@@ -215,7 +223,7 @@ def _make_importable(directory: Path) -> None:
         sys.path.insert(0, str(directory))
 
 
-def _call(module: ModuleType, factory: str, target: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
+def _call(module: ModuleType, factory: str, target: str) -> tuple[nn.Module | Step, tuple[Any, ...] | None]:
     try:
         function = operator.attrgetter(factory)(module)
     except AttributeError as error:
@@ -230,10 +238,11 @@ def _call(module: ModuleType, factory: str, target: str) -> tuple[nn.Module, tup
     match made:
         case nn.Module():
             return made, None
-        case nn.Module() as model, tuple(args):
+        case nn.Module() | StepFunction() | TrainStep() as model, tuple(args):
             return model, args
     raise TargetError(
-        f"{target} returned a {type(made).__name__}: a factory returns a torch.nn.Module, or (module, args)"
+        f"{target} returned a {type(made).__name__}: a factory returns a torch.nn.Module, or (module, args), "
+        "or (step, batch)"
     )
 
 

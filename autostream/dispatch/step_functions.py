@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autostream.dispatch.step_graphs import Done, StepGraphs
+from autostream.dispatch.step_graphs import Done, StepGraphs, plan_step
 from autostream.errors import TargetError
 from autostream.frontend.losses import modules_in
 from autostream.frontend.optimizers import note_step
 from autostream.frontend.parameters import stateless
 from autostream.frontend.step_capture import Body
 from autostream.frontend.tree import map_tensors
-from autostream.ir import Decision
+from autostream.ir import Decision, DeviceProfile, Program
 from autostream.options import Options, disabled
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
@@ -110,6 +110,19 @@ class StepFunction:
     def _run_eagerly(self, *args: Any, **kwargs: Any) -> Any:
         with torch.enable_grad():
             return map_tensors(Tensor.detach, self._function(*args, **kwargs))
+
+    def plan(
+        self, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None = None
+    ) -> tuple[Program, Report]:
+        """A dry run, after one eager step, which makes the optimizers' state: the program, and its schedules.
+
+        Raises:
+            OptionError: see :func:`autostream.pipeline.plan`.
+            TraceError: no graph computes the step.
+        """
+        with torch.set_grad_enabled(False):
+            self._run_eagerly(*args)
+            return plan_step(self._graphs, args, options, profile)
 
     @property
     def reports(self) -> tuple[Report, ...]:

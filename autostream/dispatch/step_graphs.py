@@ -41,8 +41,9 @@ from autostream.frontend.settings import numerics
 from autostream.frontend.step_capture import Body, capture_step
 from autostream.frontend.steps import HOOKED, Traced, Update, trace_step
 from autostream.frontend.tree import Structure, flatten
-from autostream.ir import Role
+from autostream.ir import DeviceProfile, Program, Role
 from autostream.options import Options, paranoid
+from autostream.pipeline import check_one_device, check_plannable, device_of, plan_program
 from autostream.reporting.report import Report
 from autostream.runtime.cuda_graph import GraphPools
 from autostream.runtime.input_buffers import BufferTable
@@ -392,8 +393,8 @@ class _EagerStep(nn.Module):
         return self._graphs.eager(*args, **kwargs)
 
 
-def trace(graphs: StepGraphs, call: Call) -> tuple[Capture, Traced]:
-    """Capture and trace a step.
+def trace(graphs: StepGraphs, call: Call, device: str | None = None) -> tuple[Capture, Traced]:
+    """Capture and trace a step, for the device of its tensors by default.
 
     Raises:
         TraceError: no graph computes it.
@@ -403,7 +404,35 @@ def trace(graphs: StepGraphs, call: Call) -> tuple[Capture, Traced]:
         raise TraceError(reason)
     graphs.body.parameters, graphs.body.owner = call.parameters, modules
     captured = capture_step(graphs.body, graphs.updated, call.args, call.kwargs)
-    return captured, trace_step(captured, call.updates, modules)
+    return captured, trace_step(captured, call.updates, modules, device)
+
+
+def plan_step(
+    graphs: StepGraphs, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None
+) -> tuple[Program, Report]:
+    """A dry run of a step whose optimizers have made their state; nothing is computed.
+
+    Args:
+        graphs: of the step.
+        args: its arguments.
+        options: how to schedule it.
+        profile: a device to plan for, which need not be available; the step is on the CPU then.
+
+    Raises:
+        OptionError: see :func:`autostream.pipeline.plan`.
+        TraceError: no graph computes the step.
+    """
+    check_plannable(options, profile)
+    device = None if profile is None else device_of(profile)
+    stopwatch = Stopwatch()
+    with stopwatch("trace"):
+        call = graphs.call(args, {})
+        if isinstance(call, Refusal):
+            raise TraceError(f"{graphs.name} is no one graph: {call.reason}")
+        captured, traced = trace(graphs, call, device)
+        check_one_device(traced.program)
+    arguments, label = traced.arguments(captured.tensors, call.updates), described(call.tensors, device)
+    return traced.program, plan_program(traced.program, arguments, graphs.name, label, options, profile, stopwatch)
 
 
 def _uncapturable(modules: nn.Module) -> str:

@@ -80,13 +80,14 @@ def _flat(inputs: Sequence[Tensor], updates: Sequence[Update]) -> list[Tensor]:
     return [*inputs, *states, *(each.numbers for each in updates)]
 
 
-def trace_step(captured: Capture, updates: Sequence[Update], modules: nn.Module) -> Traced:
+def trace_step(captured: Capture, updates: Sequence[Update], modules: nn.Module, device: str | None = None) -> Traced:
     """Trace a captured step. Nothing is computed, and no tensor changes.
 
     Args:
         captured: by ``step_capture.capture_step``.
         updates: the optimizers, in the order in which they were given there.
         modules: the owner of parameters and buffers, which gives them their names.
+        device: the device that the program is for, to plan for one that this machine lacks.
 
     Raises:
         TraceError: it cannot be traced; the message says why.
@@ -111,7 +112,7 @@ def trace_step(captured: Capture, updates: Sequence[Update], modules: nn.Module)
         graph = _traced_below_autograd(_Run(captured, updates, indices, recomputes=True), inputs)
     except _RandomRecomputation:
         graph = _traced_below_autograd(_Run(captured, updates, indices, recomputes=False), inputs)
-    program, constants = as_program(graph, inputs)
+    program, constants = as_program(graph, inputs, device)
     positions = {names[at]: at for at in order}
     sources: list[int | Tensor] = []
     for placeholder in program.placeholders:
