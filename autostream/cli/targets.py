@@ -241,8 +241,7 @@ def _call(module: ModuleType, factory: str, target: str) -> tuple[nn.Module | St
         case nn.Module() | StepFunction() | TrainStep() as model, tuple(args):
             return model, args
     raise TargetError(
-        f"{target} returned a {type(made).__name__}: a factory returns a torch.nn.Module, or (module, args), "
-        "or (step, batch)"
+        f"{target} returned a {type(made).__name__}: a factory returns a module, (module, args) or (step, batch)"
     )
 
 

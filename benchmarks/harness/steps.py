@@ -73,6 +73,13 @@ def autostream(subject: StepSubject) -> Step:
     return step
 
 
+def autostream_inputs(subject: StepSubject) -> Step:
+    """The same with ``guards="inputs"``."""
+    step = training.step(optimizers=subject.optimizers, guards="inputs")(subject.update)
+    step(*subject.data)
+    return step
+
+
 def _capturable(subject: StepSubject) -> StepSubject:
     for optimizer in subject.optimizers:
         for group in optimizer.param_groups:
@@ -86,7 +93,10 @@ CPU: Mapping[str, Callable[[StepSubject], Step]] = {
 }
 CUDA: Mapping[str, Callable[[StepSubject], Step]] = {
     **CPU,
-    **{mode.__name__: mode for mode in (compile_reduce_overhead, cuda_graph, compile_captured, cuda_graph_module)},
+    **{
+        mode.__name__: mode
+        for mode in (compile_reduce_overhead, cuda_graph, compile_captured, cuda_graph_module, autostream_inputs)
+    },
 }
 
 
