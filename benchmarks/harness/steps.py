@@ -91,13 +91,8 @@ def _capturable(subject: StepSubject) -> StepSubject:
 CPU: Mapping[str, Callable[[StepSubject], Step]] = {
     mode.__name__: mode for mode in (eager, compile_default, autostream)
 }
-CUDA: Mapping[str, Callable[[StepSubject], Step]] = {
-    **CPU,
-    **{
-        mode.__name__: mode
-        for mode in (compile_reduce_overhead, cuda_graph, compile_captured, cuda_graph_module, autostream_inputs)
-    },
-}
+_CAPTURED = (compile_reduce_overhead, cuda_graph, compile_captured, cuda_graph_module, autostream_inputs)
+CUDA: Mapping[str, Callable[[StepSubject], Step]] = {**CPU, **{mode.__name__: mode for mode in _CAPTURED}}
 
 
 def step_modes_of(device: torch.device) -> Mapping[str, Callable[[StepSubject], Step]]:

@@ -102,7 +102,7 @@ def test_a_file_elsewhere_can_import_its_neighbours(models: Path, tmp_path: Path
         ("my_models:ready", "my_models:ready is a Pair, not a factory"),
         (
             "my_models:number",
-            "my_models:number returned a int: a factory returns a module, (module, args) or (step, batch)",
+            "my_models:number returned a int: a factory returns a module, (module, args) or (step",
         ),
         ("my_models:no_tuple", "my_models:no_tuple returned a tuple: a factory returns"),
         (
