@@ -9,15 +9,11 @@ from random import Random
 
 import networkx as nx
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from autostream.ir import FORK, Dependency, Hazard, Launch, OpGraph, Schedule
-from tests import captured as module
 from tests.captured import Captured, Edge, disagreements
-from tests.planned import planned
 from tests.runtime.programs import random_schedule, sample, schedule_of
 
 HALVES = schedule_of(
@@ -111,19 +107,3 @@ def _as_captured(schedule: Schedule, choose: Random) -> Captured:
 
 def _is_inner(graph: Captured, edge: Edge) -> bool:
     return any(set(edge) <= nodes for nodes in graph.nodes.values())
-
-
-# The recorder
-
-
-def test_nodes_belong_to_the_op_after_which_they_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An op that launches nothing, and one that launches two kernels."""
-    model = planned(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Tanh()), [(torch.ones(1, 2),)])
-    lowered = model.lowered(model.schedule("sequential", 1, captured=True))
-    answers = iter([frozenset({1}), frozenset({1}), frozenset({1, 2, 3})])
-    monkeypatch.setattr(module, "graph_in_capture", lambda stream: stream)
-    monkeypatch.setattr(module, "nodes_of", lambda graph: next(answers))
-    recorder = module._Recorder(lowered, model.graph.ops, 5)
-    with torch.no_grad():
-        recorder.run(*model.arguments[0])
-    assert list(recorder.nodes.values()) == [{1}, set(), {2, 3}]

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autostream.runtime import streams
 from tests import delays as module
-from tests.delays import LONGEST_US, MOST, captured_symptoms, delayed, pause, symptoms, without_inner_waits
-from tests.planned import Cells, Planned, planned, same
-from tests.runtime.programs import fused_case
+from tests.delays import captured_symptoms, symptoms, without_inner_waits
+from tests.planned import Cells, Planned, planned
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
 
@@ -21,33 +19,6 @@ pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
 def cells() -> Planned:
     torch.manual_seed(0)
     return planned(Cells(), [(torch.randn(4, 8),) for _ in range(2)])
-
-
-def test_delays_are_inserted_before_ops_of_all_lanes(cells: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule = cells.schedule("scattered", 3, captured=False)
-    lowered = cells.lowered(schedule)
-    before = lowered.code
-    first, again, other = (delayed(cells, lowered, seed) for seed in (1, 1, 2))
-    assert lowered.code == before
-    assert first.code == again.code != other.code
-    pauses = [node for node in first.graph.nodes if node.target is pause]
-    assert 1 <= len(pauses) <= MOST
-    assert all(node.next.name in cells.graph.ops for node in pauses)
-    assert all(node.args[0] == "cpu" and 1 <= node.args[1] <= LONGEST_US["cpu"] for node in pauses)
-    others = [node.name for node in first.graph.nodes if node.target is not pause]
-    assert others == [node.name for node in lowered.graph.nodes]
-    lanes = set()
-    for seed in range(10):
-        lane = 0
-        for node in delayed(cells, lowered, seed).graph.nodes:
-            lane = node.args[1] if node.target is streams.use else lane
-            lanes |= {lane} if node.target is pause else set()
-    assert lanes == {0, 1, 2}
-    slept: list[float] = []
-    monkeypatch.setattr(module.time, "sleep", slept.append)
-    with torch.no_grad():
-        cells.run(first, schedule.streams)(*cells.arguments[0])
-    assert sorted(slept) == sorted(node.args[1] / 1e6 for node in pauses)
 
 
 @pytest.mark.parametrize(("policy", "lanes"), [("critical_path", 3), ("scattered", 3)])
@@ -83,20 +54,6 @@ def test_a_model_must_be_deterministic_and_depend_on_its_arguments() -> None:
     constant = planned(nn.ReLU(), [(-torch.ones(2),), (-torch.full((2,), 2.0),)])
     with pytest.raises(AssertionError, match="stale result"):
         constant.expected()
-
-
-def test_fused_kernels_are_delayed() -> None:
-    """Their intermediates are in an arena, and some storages are written part by part."""
-    case = fused_case()
-    others = tuple(tensor + 1 for tensor in case.tensors)
-    fused = Planned(case.program, case.graph, (case.tensors, others))
-    schedule = fused.schedule("scattered", 3, captured=False)
-    assert schedule.arena.offsets
-    lowered = delayed(fused, fused.lowered(schedule), 0)
-    assert any(node.target is pause for node in lowered.graph.nodes)
-    args, untouched = ([tensor.clone() for tensor in case.tensors] for _ in range(2))
-    with torch.no_grad():
-        assert same(fused.run(lowered, schedule.streams)(*args), case.program.module(*untouched))
 
 
 def test_captured_runs_are_delayed(cells: Planned, monkeypatch: pytest.MonkeyPatch) -> None:

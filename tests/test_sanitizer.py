@@ -66,16 +66,6 @@ def test_accesses_that_overlap_but_start_at_different_addresses_are_missed() -> 
     assert 0 < result["reported"] < result["removed"]
 
 
-def test_some_waits_are_spread_over_the_schedule(cells: Planned) -> None:
-    schedule = cells.schedule("scattered", 3, captured=False)
-    assert schedule.wait_count > 5
-    assert list(without_some_waits(schedule, 0)) == []
-    assert list(without_some_waits(schedule, 1000)) == list(without_a_wait(schedule))
-    some = list(without_some_waits(schedule, 3))
-    assert 1 < len(some) <= 3
-    assert some[0] == next(without_a_wait(schedule))
-
-
 def test_the_command_prints_findings_and_fails_on_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

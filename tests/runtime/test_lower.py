@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, fx
 
 from autostream.analysis.dependencies import analyze
 from autostream.errors import ScheduleError
-from autostream.ir import FORK, Arena, Launch, OpGraph, Role, Schedule
+from autostream.ir import FORK, Arena, Launch, OpGraph, Schedule
 from autostream.runtime import streams
 from autostream.runtime.emulator import run_interleaved
 from autostream.runtime.lower import lower
@@ -19,7 +18,6 @@ from autostream.scheduling.releases import place_releases
 from tests.runtime.programs import (
     MODELS,
     Case,
-    Kernels,
     Towers,
     case_of,
     fused_case,
@@ -27,7 +25,6 @@ from tests.runtime.programs import (
     same,
     sample,
     schedule_of,
-    sliced_case,
 )
 
 
@@ -262,45 +259,6 @@ def test_the_arena_lives_until_all_streams_have_joined() -> None:
     assert len([target for target in targets if target.startswith("place(")]) == len(schedule.arena.offsets) == 6
     assert targets[-1] == "release(arena)"
     assert any(target.startswith("wait(lanes, 0") for target in targets[:-1])
-
-
-@pytest.mark.parametrize("streams", [1, 2, 3])
-@pytest.mark.parametrize("build", [fused_case, sliced_case])
-def test_results_with_an_arena_are_the_same(build: Callable[[], Case], streams: int) -> None:
-    case = build()
-    expected, _ = case.expected()
-    for seed in range(4):
-        schedule = replace(random_schedule(case.graph, streams, seed), arena=apart(case.graph))
-        module = lowered(case, place_releases(case.graph, schedule))
-        if streams > 1:
-            assert same(run_interleaved(module, case.args(), seed), expected)
-        else:
-            with torch.no_grad():
-                assert same(module(*case.args()), expected)
-
-
-def test_results_are_wrong_if_storages_overlap_that_live_at_the_same_time() -> None:
-    """The sum reads the one computed later as both.
-
-    x ─┬▶ twice ──╮
-       ╰▶ thrice ─┴▶ sum
-    """
-    kernels = Kernels({"x": torch.randn(4)})
-    (x,) = kernels.arguments
-    twice, thrice, total = (kernels.taken(4) for _ in range(3))
-    kernels.launch("twice", lambda value, out: torch.mul(value, 2, out=out), x, twice)
-    kernels.launch("thrice", lambda value, out: torch.mul(value, 3, out=out), x, thrice)
-    kernels.launch("sum", lambda one, other, out: torch.add(one, other, out=out), twice, thrice, total)
-    case = kernels.case(total, Role.INPUT)
-    expected, _ = case.expected()
-    plan = apart(case.graph)
-    first, second = list(plan.offsets)[:2]
-    clash = replace(plan, offsets={**plan.offsets, second: plan.offsets[first]})
-    for seed in range(4):
-        schedule = random_schedule(case.graph, 2, seed)
-        for offsets, right in ((plan, True), (clash, False)):
-            module = lowered(case, place_releases(case.graph, replace(schedule, arena=offsets)))
-            assert same(run_interleaved(module, case.args(), seed), expected) == right
 
 
 @pytest.mark.gpu

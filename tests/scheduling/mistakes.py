@@ -8,8 +8,6 @@ from dataclasses import replace
 from itertools import pairwise, permutations
 
 from autostream.ir import Arena, Launch, OpGraph, Schedule
-from autostream.scheduling.verify import ALIGNMENT
-from tests.scheduling.brute_force import Pair, happens_before
 
 
 def without_a_wait(plan: Schedule) -> Iterator[Schedule]:
@@ -20,18 +18,6 @@ def without_a_wait(plan: Schedule) -> Iterator[Schedule]:
             yield _with(bare, index, replace(launch, waits=tuple(other for other in launch.waits if other != wait)))
     for wait in bare.join_waits:
         yield replace(bare, join_waits=tuple(other for other in bare.join_waits if other != wait))
-
-
-def with_a_release_too_early(graph: OpGraph, plan: Schedule) -> Iterator[Schedule]:
-    """Each schedule that releases one storage after its last user in launch order, which is on another stream."""
-    for index, launch in enumerate(plan.launches):
-        for storage in launch.releases:
-            allocator = next(op for op in graph.ops.values() if storage in op.allocates)
-            users = _users(graph, storage)
-            last = max(at for at, other in enumerate(plan.launches) if other.op in users)
-            stream = plan.stream_of[allocator.name]
-            if last < index and any(plan.stream_of[user] != stream for user in users):
-                yield with_a_release_at(plan, storage, last)
 
 
 def with_a_release_advanced(graph: OpGraph, plan: Schedule) -> Iterator[Schedule]:
@@ -72,50 +58,9 @@ def with_a_storage_moved(graph: OpGraph, plan: Schedule) -> Iterator[Schedule]:
             yield replace(plan, arena=Arena(size, ChainMap({storage: offset}, plan.arena.offsets)))
 
 
-def with_two_storages_too_close(graph: OpGraph, plan: Schedule) -> Iterator[tuple[str, str, Schedule]]:
-    """Two storages in use at the same time, and a schedule in which they overlap in the arena.
-
-    They move to new bytes, and the second starts in the last ones of the first.
-    """
-    before = happens_before(plan)
-    for first, second in permutations(_placed(graph, plan), 2):
-        if not _late(graph, first, second, before) or not _late(graph, second, first, before):
-            continue
-        last = (graph.storages[first].bytes - 1) // ALIGNMENT * ALIGNMENT
-        yield first, second, _moved_away(graph, plan, {first: 0, second: last})
-
-
-def with_a_lifetime_shortened(graph: OpGraph, plan: Schedule) -> Iterator[tuple[str, str, Schedule]]:
-    """Two storages, the first over before the second except for one reader, and a schedule with both at one offset.
-
-    That reader does not use the second one, and may find the first one overwritten.
-    """
-    before = happens_before(plan)
-    for first, second in permutations(_placed(graph, plan), 2):
-        late = _late(graph, first, second, before)
-        if len(late) != 1 or late & _users(graph, second) or not _late(graph, second, first, before):
-            continue
-        if _names(graph, first) & graph.ops[min(late)].reads:
-            yield first, second, _moved_away(graph, plan, {first: 0, second: 0})
-
-
-def _late(graph: OpGraph, first: str, second: str, before: set[Pair]) -> set[str]:
-    """The users of one storage that are not over before all users of another begin."""
-    later = _users(graph, second)
-    return {user for user in _users(graph, first) if any((user, other) not in before for other in later)}
-
-
 def _placed(graph: OpGraph, plan: Schedule) -> list[str]:
     """The storages with bytes in the arena that some op uses."""
     return [name for name in plan.arena.offsets if graph.storages[name].bytes and _users(graph, name)]
-
-
-def _moved_away(graph: OpGraph, plan: Schedule, moved: dict[str, int]) -> Schedule:
-    """The schedule with some storages at these offsets from the end of the arena."""
-    start = -(-plan.arena.bytes // ALIGNMENT) * ALIGNMENT
-    offsets = {name: start + offset for name, offset in moved.items()}
-    end = max(offset + graph.storages[name].bytes for name, offset in offsets.items())
-    return replace(plan, arena=Arena(end, {**plan.arena.offsets, **offsets}))
 
 
 def _users(graph: OpGraph, storage: str) -> set[str]:

@@ -37,21 +37,6 @@ def placed(graph: OpGraph, *launches: Launch) -> Arena:
     return place_storages(graph, Schedule("drawn", 8, launches)).arena
 
 
-def test_a_chain_alternates_between_two_offsets() -> None:
-    """0:  a ─▶ b ─▶ c ─▶ d"""
-    launches = tuple(Launch(name, 0) for name in "abcd")
-    assert placed(sized(graph_of("a-b b-c c-d")), *launches) == Arena(1024, {"a": 0, "b": 512, "c": 0, "d": 512})
-    assert placed(graph_of("a-b b-c c-d"), *launches) == Arena(), "none of these is placeable"
-
-
-def test_small_storages_share_the_bytes_of_a_large_one() -> None:
-    """0:  a ── b ── c ─▶ d       a is as large as b, c and d together, whose sizes are not aligned"""
-    graph = sized(graph_of("b-d c-d", names="abcd"), {"a": 2048, "b": 513, "c": 1, "d": 512, "x_in": 0})
-    plan = placed(graph, *(Launch(name, 0) for name in "abcd"))
-    assert plan.bytes == 2048
-    assert list(plan.offsets) == ["a", "b", "c", "d"]
-
-
 @pytest.mark.parametrize(("wait", "units"), [(FORK, 4), ("c", 2)])
 def test_a_stream_reuses_memory_of_another_if_it_waits_for_it(wait: str, units: int) -> None:
     """

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autostream.ir import Assignment, OpCost, OpGraph
-from autostream.scheduling.coarsen import coarsen, expand
+from autostream.scheduling.coarsen import coarsen
 from autostream.scheduling.policies import POLICIES, Policy, in_chains
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
@@ -50,14 +50,6 @@ def test_the_cost_of_a_chain_is_its_time_alone_with_average_shares() -> None:
     assert coarsen(graph, costs, PROFILE, NONE).costs == {"a": OpCost(4.0, 0.5, 0.125, "measured")}
     free = coarsen(graph, costs_of(graph, 0.0, sm_share=0.5), profile_with(cross_stream_edge_us=1.0), NONE)
     assert free.costs == {"a": OpCost(0.0, 0.5, 0.0, "roofline")}
-
-
-def test_chains_are_launched_as_a_whole() -> None:
-    """Chains a-b and c-d, with the second launched first."""
-    graph = graph_of("a-b c-d", names="acbd")
-    coarse = coarsen(graph, costs_of(graph), PROFILE, NONE)
-    found = expand(coarse, Assignment("mine", 2, ("c", "a"), {"a": 0, "c": 1}))
-    assert (found.order, found.stream) == (("c", "d", "a", "b"), {"a": 0, "b": 0, "c": 1, "d": 1})
 
 
 @given(data=st.data(), streams=st.integers(1, 4))

@@ -165,11 +165,6 @@ def test_a_long_copy_runs_beside_the_part_before_it(
     assert words(cut_everything(copying(graph, uploads, downloads, LONG_BYTES - 1))) == if_short
 
 
-def test_a_copy_of_a_literal_does_not_run_beside_another_part() -> None:
-    graph = reading(with_literals(drawn("U-c c-d a-b b-d", "Ucabd"), literal("k")), "U", "k")
-    assert words(cut_everything(copying(graph, "U"))) == "[ab] kU [cd]"
-
-
 def check_parts(graph: OpGraph, parts: tuple[Part, ...]) -> dict[str, int]:
     """The position of each op's part; every op is in one, and every dependency is respected."""
     part_of = {name: at for at, part in enumerate(parts) for name in part.ops}

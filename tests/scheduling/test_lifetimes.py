@@ -13,7 +13,7 @@ from autostream.ir import Launch, OpGraph, Role, Schedule
 from autostream.scheduling.lifetimes import clocks, lifetimes
 from autostream.scheduling.synchronize import synchronize
 from tests.scheduling.brute_force import assignments, conflict_graphs, happens_before, in_parts, schedules
-from tests.scheduling.graphs import graph_of, op
+from tests.scheduling.graphs import graph_of
 
 
 def placeable(graph: OpGraph, **fields: Any) -> OpGraph:
@@ -26,15 +26,6 @@ def orders(graph: OpGraph, *launches: Launch) -> set[str]:
     """Which storage is before which, as ``"ab"`` for a before b."""
     lives = lifetimes(graph, Schedule("drawn", 3, launches))
     return {one + other for one in lives for other in lives if lives[one].before(lives[other])}
-
-
-def test_to_allocate_and_to_use_a_part_are_accesses() -> None:
-    """0:  a ── b ── c ── d       a allocates d, which d writes; c reads half of a"""
-    graph = placeable(graph_of("", names="abcd"))
-    ops = {"a": op("a", allocates=frozenset("ad")), "c": op("c", ["a[1]"]), "d": op("d", allocates=frozenset())}
-    halves = replace(graph.storages["a"], parts=("a[0]", "a[1]"))
-    graph = replace(graph, ops={**graph.ops, **ops}, storages={**graph.storages, "a": halves})
-    assert orders(graph, *(Launch(name, 0) for name in "abcd")) == {"bc"}
 
 
 @pytest.mark.parametrize(

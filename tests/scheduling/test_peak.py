@@ -30,12 +30,6 @@ def with_halves(graph: OpGraph, storage: str) -> OpGraph:
     return replace(graph, storages={**graph.storages, storage: halves})
 
 
-def test_nothing_takes_no_memory() -> None:
-    assert peak_bytes(graph_of(""), Schedule("mine", 1, ())) == 0
-    assert pools(graph_of(""), Schedule("mine", 1, ())) == ()
-    assert Footprint(graph_of("")).live_bytes(Timeline(())) == 0
-
-
 def test_memory_of_the_prelude_stays_to_the_end_on_the_callers_stream() -> None:
     """No op allocates m. In the arena it counts with that."""
     m = Storage("m", Role.INTERMEDIATE, 512, ("m",), placeable=True)
@@ -63,14 +57,6 @@ def test_a_pool_is_described_by_what_it_holds_when_it_is_fullest() -> None:
     assert [pool.stream for pool in pools(graph, Schedule("mine", 2, swapped))] == [1, 0], "the largest first"
     earlier = (a, b, e, Launch("c", 0, releases=("b",)), Launch("d", 0, releases=("c",)))
     assert pools(graph, Schedule("mine", 2, earlier))[0] == Pool(0, 260, ("c", "d"))
-
-
-def test_a_stream_does_not_reuse_memory_that_another_allocated() -> None:
-    """Stream 0 releases a before stream 1 begins, which releases b of stream 0 before c is allocated there."""
-    graph = graph_of("a-b b-d d-c", names="abdc")
-    b, d = Launch("b", 0, releases=("a",)), Launch("d", 1, waits=("b",), releases=("b",))
-    schedule = Schedule("mine", 2, (Launch("a", 0), b, d, Launch("c", 0, waits=("d",))))
-    assert peak_bytes(graph, schedule) == 2048 + 1024
 
 
 def test_the_arena_counts_as_a_whole_and_holds_what_ops_access() -> None:

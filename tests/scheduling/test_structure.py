@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autostream.ir import FORK, JOIN, OpGraph
+from autostream.ir import JOIN, OpGraph
 from autostream.scheduling import structure
-from autostream.scheduling.structure import Region
 from tests.scheduling.graphs import costs_of, graph_of, random_costs, random_graphs
 
 DIAMOND = graph_of("a-b a-d b-c c-e d-e")
@@ -71,11 +70,6 @@ def test_width_cuts_and_the_branches_of_the_first_region(
     assert structure.width(graph) == width
     assert structure.cuts(graph) == tuple(cuts)
     assert [region.branches for region in structure.regions(graph)][:1] == [branches][: len(branches)]
-
-
-def test_regions_are_between_cuts_or_fork_and_join() -> None:
-    assert [(region.fork, region.join) for region in structure.regions(CROSSING)] == [(FORK, "c"), ("c", JOIN)]
-    assert structure.regions(TWO_TOWERS)[0] == Region(FORK, JOIN, (("a1", "a2", "a3"), ("b1", "b2")))
 
 
 @given(random_graphs(max_ops=9), st.data())

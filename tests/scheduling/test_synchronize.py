@@ -22,33 +22,6 @@ from tests.scheduling.brute_force import (
 from tests.scheduling.graphs import graph_of, random_graphs
 
 
-def waits_of(edges: str, streams: str, names: str = "") -> dict[str, tuple[str, ...]]:
-    """The waits if each word of ``streams`` is launched on one stream, all in alphabetical order."""
-    graph = graph_of(edges, names)
-    stream = {op: at for at, ops in enumerate(streams.split()) for op in ops}
-    found = synchronize(graph, Assignment("drawn", len(streams.split()), tuple(sorted(graph.ops)), stream))
-    waits = {launch.op: launch.waits for launch in found.launches} | {JOIN: found.join_waits}
-    return {op: some for op, some in waits.items() if some}
-
-
-def test_waits_of_drawn_schedules() -> None:
-    """A diamond with a branch on stream 1; an independent op; a chain over three streams; an op with three waits.
-
-    0:  a ─▶ b ─▶ d      0:  a         0:  a                  0:  a ──╮
-         ╲       ╱       1:  b ─▶ c    1:   ╲─▶ b             1:  b ──┼─▶ d on stream 3
-    1:    ──▶ c                        2:        ╲─▶ c        2:  c ──╯
-    """
-    assert waits_of("a-b a-c b-d c-d", "abd c") == {"c": ("a",), "d": ("c",)}
-    assert waits_of("b-c", "a bc", names="abc") == {"b": (FORK,), JOIN: ("c",)}
-    assert waits_of("a-b b-c a-c", "a b c") == {"b": ("a",), "c": ("b",), JOIN: ("c",)}
-    assert waits_of("c-d b-d a-d", "a b c d", names="abcd") == {
-        "b": (FORK,),
-        "c": (FORK,),
-        "d": ("a", "b", "c"),
-        JOIN: ("d",),
-    }
-
-
 def test_the_rest_of_the_assignment_is_unchanged() -> None:
     why = (Decision("", "2 streams", "because"),)
     schedule = synchronize(graph_of("a-b"), Assignment("mine", 2, ("a", "b"), {"a": 1, "b": 0}, why))

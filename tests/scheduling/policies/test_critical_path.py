@@ -78,27 +78,6 @@ def test_the_fork_and_the_edge_from_another_stream_count() -> None:
     assert makespan_us(graph, costs, assignment, PRICED) == 22.0
 
 
-def test_branches_run_on_streams_of_their_own() -> None:
-    """Four branches on four streams take as long as the longest; eight equal ops on four streams take two rounds.
-
-           ┌─ p ─────────────┐
-           ├─ q1 ─ q2 ───────┤
-    stem ──┤                 ├─ cat
-           ├─ r1 ─ r2 ─ r3 ──┤
-           └─ s1 ─ s2 ───────┘
-    """
-    graph = graph_of("stem-p stem-q1 stem-r1 stem-s1 q1-q2 r1-r2 r2-r3 s1-s2 p-cat q2-cat r3-cat s2-cat")
-    assignment = critical_path(graph, costs_of(graph, 10.0), FREE, 4, NONE)
-    assert makespan_us(graph, costs_of(graph, 10.0), assignment) == 50.0
-    branches = ("p",), ("q1", "q2"), ("stem", "r1", "r2", "r3", "cat"), ("s1", "s2")
-    streams = [{assignment.stream[name] for name in branch} for branch in branches]
-    assert sorted(streams, key=min) == [{0}, {1}, {2}, {3}]
-    assert streams[2] == {0}
-    fan_out = graph_of([("root", f"leaf{at}") for at in range(8)])
-    costs = costs_of(fan_out, 10.0)
-    assert makespan_us(fan_out, costs, critical_path(fan_out, costs, FREE, 4, NONE)) == 30.0
-
-
 def test_the_longest_path_goes_first_and_then_program_order() -> None:
     """Op s(5) is first in program order, but t(1) ─ u(9) takes longer."""
     graph = graph_of("t-u", names="stu")

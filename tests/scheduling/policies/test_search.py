@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autostream.ir import Assignment, Costs, Decision, DeviceProfile, OpCost, OpGraph
+from autostream.ir import Assignment, Costs, Decision, DeviceProfile, OpGraph
 from autostream.scheduling.coarsen import coarsen
 from autostream.scheduling.peak import Footprint
 from autostream.scheduling.policies import POLICIES
@@ -68,13 +68,6 @@ def test_a_greedy_mistake_is_corrected_and_the_reason_says_what_was_gained() -> 
     assert makespan(graph, costs, found, FREE) == 6.0
     assert found.stream["a"] == found.stream["b"]
     assert found.decisions == (Decision("", "2 streams", "1.0 µs less than by critical_path"),)
-
-
-def test_ops_that_slow_each_other_down_run_at_different_times() -> None:
-    """Of four ops of 10 µs, a and b need all the bandwidth, c and d none: a beside c, then b beside d."""
-    graph = graph_of((), names="abcd")
-    costs = {name: OpCost(10.0, 0.1, 1.0 if name in "ab" else 0.0, "measured") for name in "abcd"}
-    assert makespan(graph, costs, search(graph, costs, FREE, 2, NONE), FREE) == 20.0
 
 
 def test_a_schedule_that_cannot_be_improved_stays_as_it_is(simulations: list[dict[str, Any]]) -> None:
@@ -141,17 +134,6 @@ def test_numbers_of_streams_between_the_searched_ones_are_used_too(count: int) -
     graph, costs = towers(9, 3)
     times = [makespan(graph, costs, search(graph, costs, PRICED, count + more, NONE, 0.2)) for more in (-1, 0, 1)]
     assert times == sorted(times, reverse=True)
-
-
-@pytest.mark.parametrize("captured", [True, False])
-def test_effort_is_counted_in_simulated_events(simulations: list[dict[str, Any]], captured: bool) -> None:
-    graph, costs = towers()
-    events = len(graph.ops) + len(graph.dependencies)
-    for seconds in (0.1, 0.4):
-        simulations.clear()
-        search(graph, costs, PRICED, 16, NONE, seconds, captured=captured)
-        assert seconds * EVENTS_PER_S / 2 < events * len(simulations) <= seconds * EVENTS_PER_S + events
-        assert all(how == {"captured": captured} for how in simulations)
 
 
 def test_a_graph_too_large_to_be_searched_gets_the_best_of_the_other_policies() -> None:
@@ -236,16 +218,6 @@ def test_with_a_memory_limit_the_result_needs_less_and_is_nearly_as_fast() -> No
     assert makespan(graph, costs, found) <= 1.2 * makespan(graph, costs, free)
     least = search_by_streams(graph, costs, PRICED, 3, NONE, room_bytes=0)
     assert live(graph, costs, least[-1]) == min(live(graph, costs, each) for each in least)
-
-
-def test_launch_orders_that_need_less_memory_are_part_of_the_effort(simulations: list[dict[str, Any]]) -> None:
-    """They take simulations of their own; without time for changes, only the first of them is tried."""
-    graph, costs = copied()
-    events = 2 * len(graph.ops) + len(graph.dependencies)
-    for count in (3, 40, 400):
-        simulations.clear()
-        search(graph, costs, PRICED, 16, NONE, (count + 0.5) * events / EVENTS_PER_S, room_bytes=0)
-        assert count / 2 < len(simulations) <= count + 3
 
 
 def test_no_variant_exceeds_the_memory_limit() -> None:
