@@ -80,16 +80,6 @@ def run(scripted: Scripted, *names: str) -> dict[str, Times]:
 # Rounds
 
 
-def test_each_call_has_its_turn_in_each_round_and_neighbours_change(host: Time) -> None:
-    scripted = Scripted()
-    run(scripted, "a", "b", "c")
-    turns = [entry.removeprefix("note ") for entry in scripted.log if entry.startswith("note")][3:]
-    rounds = ["".join(turns[at : at + 3]) for at in range(0, len(turns), 3)]
-    assert len(rounds) == ROUNDS
-    assert all(sorted(order) == ["a", "b", "c"] for order in rounds)
-    assert len(set(rounds)) == 6, "all orders occur"
-
-
 @pytest.mark.parametrize(
     ("once", "runs"), [(ROUND_US / 10, 10), (ROUND_US, 3), (100 * ROUND_US, 3), (0.0, round(ROUND_US))]
 )

@@ -262,23 +262,6 @@ def test_shared_outputs_are_overwritten_by_the_next_call_and_others_are_not(cuda
 # Capturing
 
 
-def test_a_run_is_warmed_up_before_the_capture_with_other_cublas_workspaces(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """First on the default stream, where libraries copy their tables to the device; then on the capture's stream."""
-
-    def run(x: Tensor) -> tuple[Tensor, ...]:
-        cuda.log.append(f"run on {cuda.current.name}")
-        return (x,)
-
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: cuda.log.append("clear"), raising=False)
-    captured(run, torch.ones(1))
-    assert cuda.log[:3] == ["clear", f"run on {cuda.home.name}", "run on capturing"]
-    assert cuda.log[3].startswith("capture on capturing")
-    assert cuda.log[-1] == "clear"
-    assert (cuda.capturing.waits, cuda.home.waits) == ([cuda.home] * 2, [cuda.capturing] * 2)
-
-
 @pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError, KeyError])
 def test_the_error_of_a_failed_run_names_the_failing_node(cuda: Cuda, kind: type[Exception]) -> None:
     def fails(x: Tensor) -> Tensor:

@@ -73,26 +73,6 @@ def test_parts_take_values_of_earlier_parts_and_keep_source_lines() -> None:
     check_same(case, whole)
 
 
-def test_values_that_share_memory_are_known_to_in_later_parts() -> None:
-    case = case_of(lambda x: (top := x.sin())[1:].cos() + top[1:].exp() + top[0], torch.randn(4))
-    whole = split(case, "cos", "exp", "add", "add_1")
-    first, *others = whole.sections[1].program.placeholders
-    assert [other.storage for other in others] == [first.storage] * 2
-    check_same(case, whole)
-
-
-def test_each_part_has_its_own_views_of_arguments() -> None:
-    model = Model(lambda s, x: (x @ s.w.t()).sin() @ s.w.t(), w=nn.Parameter(torch.randn(4, 4)))
-    case = case_of(model, torch.randn(4, 4))
-    whole = split(case, "sin")
-    assert [nodes(whole, at) for at in (0, 2)] == [
-        ["parameter_w", "input_1", "t", "matmul", "output"],
-        ["parameter_w", "sin", "t_1", "matmul_1", "output"],
-    ]
-    assert [section.bound for section in whole.sections] == [{0}, set(), {0}]
-    check_same(case, whole)
-
-
 def test_a_possible_view_is_made_before_later_writes() -> None:
     """In the last part, which alone uses it, a copy would have what was written meanwhile."""
 
@@ -219,14 +199,6 @@ def test_copies_beside_other_parts_start_as_soon_as_their_source_is_there() -> N
     assert [list(section.program.outputs) for section in whole.sections] == [["sin_4"], ["to"], ["add"], ["to_1"]]
 
 
-def flattened(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The flat tensor is a view here, and for another layout a copy, which is no op."""
-    flat = y.reshape(-1)
-    for _ in range(5):
-        x = x.sin()
-    return x, flat.to(torch.float64)
-
-
 def halves(x: Tensor, y: Tensor) -> Tensor:
     """Memory that two ops write first is allocated by neither."""
     both = torch.empty(2 * len(x), len(x), dtype=x.dtype, device=x.device)
@@ -244,26 +216,6 @@ def filled(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     for _ in range(5):
         x = x.sin()
     return x, torch.empty(512, 512).copy_(y)
-
-
-@pytest.mark.parametrize(
-    ("function", "copy", "order"),
-    [
-        (flattened, "to", ["part_0", "mark", "copy_beside"]),
-        (halves, "copy_", ["part_0", "mark", "copy_beside"]),
-        (filled, "copy_", ["mark", "part_0", "empty", "copy_beside"]),
-    ],
-)
-def test_a_copy_beside_waits_for_sources_that_no_op_makes(
-    function: Callable[..., Any], copy: str, order: list[str]
-) -> None:
-    case = case_of(function, torch.randn(512, 512), torch.randn(512, 512))
-    graph = graph_with(case.program, lambda op: op.name == copy)
-    crosses = "upload" if function is halves else "download"
-    op = replace(graph.ops[copy], crosses=crosses, bytes_written=LONG_BYTES)  # type: ignore[arg-type]
-    whole = split_at(case, replace(graph, ops={**graph.ops, copy: op}))
-    assert any(section.beside for section in whole.sections)
-    assert [node.name for node in whole.module.graph.nodes if node.name in order] == order
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -13,10 +13,7 @@ from torch import Tensor, nn
 import autostream
 from autostream.errors import CaptureError
 from autostream.runtime import graphs_by_address
-from autostream.runtime.cuda_graph import CapturedGraph
-from autostream.runtime.graphs_by_input import GraphsByInput
-from autostream.runtime.input_buffers import BufferTable, InputBuffers
-from autostream.runtime.restore import Restore
+from autostream.runtime.input_buffers import InputBuffers
 from tests.captures import Captures
 from tests.replays import CPU
 
@@ -60,8 +57,7 @@ def copied(fast: Any, call: Callable[[], Tensor], *args: Tensor, **kwargs: Tenso
 
 
 @pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("keyword", [False, True])
+@pytest.mark.parametrize(("keyword", "mode"), [(False, torch.inference_mode), (True, torch.no_grad)])
 def test_a_batch_in_a_buffer_is_read_there(keyword: bool, mode: Any, captures: Captures) -> None:
     """Each buffer has a graph, which is freed with it. A keyword argument takes the slow path."""
     model = Net().eval()
@@ -184,19 +180,6 @@ def test_graphs_for_buffers_are_captured_again_for_moved_weights_and_freed_with_
     gc.collect()
     assert not captures.alive
     torch.testing.assert_close(call(batch), model(x(1)))
-
-
-@torch.no_grad()
-def test_nothing_is_captured_while_weights_are_elsewhere(captures: Captures) -> None:
-    """Such a graph would be replayed as soon as they are back."""
-    weight, table = torch.ones(4), BufferTable()
-    buffers = InputBuffers(1, table)
-    (batch,) = arrived(buffers, x(1))
-    flags = [True, False], [False, False]
-    graph = CapturedGraph(lambda w, a: (a * w,), [weight, x(0)], *flags, CPU, random=False, restore=Restore([]))
-    graphs = GraphsByInput(graph, [1], table, lambda *_: pytest.fail("it is captured"), pytest.fail)
-    assert graphs.reading([weight.clone(), batch]) is graph
-    assert not graphs.unmoved([weight.clone(), batch])
 
 
 @torch.no_grad()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import fx
 
-from autostream.runtime import runs
 from autostream.runtime.emulator import ThreadedProgram
 from autostream.runtime.lower import lower
 from autostream.runtime.runs import StreamRun, UncastRun, uncaptured, without_autocast
@@ -43,28 +39,3 @@ def test_fused_kernels_run_without_autocast() -> None:
         assert (a @ b).dtype == torch.bfloat16
         with without_autocast("aten"):
             assert (a @ b).dtype == torch.bfloat16
-
-
-def test_a_run_on_streams_restores_the_threads_device_and_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-
-    @contextmanager
-    def restored(device: str) -> Iterator[None]:
-        log.append(f"enter {device}")
-        try:
-            yield
-        finally:
-            log.append("exit")
-
-    def forward(x: int) -> tuple[int]:
-        log.append("run")
-        return (1 // x,)
-
-    monkeypatch.setattr(runs, "restored", restored)
-    module = lowered(1)
-    monkeypatch.setattr(type(module), "forward", staticmethod(forward))
-    run = StreamRun(module, "cuda:1")
-    assert run(1) == (1,)  # type: ignore[arg-type]
-    with pytest.raises(ZeroDivisionError):
-        run(0)  # type: ignore[arg-type]
-    assert log == ["enter cuda:1", "run", "exit"] * 2

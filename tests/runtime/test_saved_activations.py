@@ -36,15 +36,6 @@ class Graph:
         return all(tensor.data_ptr() == memory.data_ptr() for tensor, memory in pairs)
 
 
-def test_nothing_is_copied_if_each_forward_is_followed_by_its_backward() -> None:
-    graph = Graph()
-    for number in range(3):
-        activations = graph.forward(number)
-        assert graph.backward(activations) == [number] * 6
-        assert graph.in_place(activations)
-        del activations
-
-
 def test_activations_in_use_are_moved_and_copied_back() -> None:
     """Forwards 1 ─ 2 ─ 3, backwards of 2, of 1, of 3, of 3 once more. Autograd refuses a changed version counter."""
     graph = Graph()
