@@ -14,7 +14,6 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autostream.analysis import parts as module
 from autostream.analysis.effects import effects_of
 from autostream.analysis.parts import Division, divide, spans
 from tests.analysis.programs import Tape, aten
@@ -189,14 +188,3 @@ def test_symbolic_sizes_stay_whole_and_get_no_guards(tape: Tape) -> None:
     guards = list(sizes.guards)
     assert divided(tape) == ()
     assert sizes.guards == guards
-
-
-@pytest.mark.parametrize(("rows", "count"), [(8, 1), (9, 0)])
-def test_a_storage_of_very_many_parts_stays_whole(
-    tape: Tape, rows: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MOST_PARTS", 8)
-    whole = tape.call(aten.zeros.default, [rows, 2])
-    for row in range(rows):
-        tape.call(aten.fill_.Scalar, tape.call(aten.select.int, whole, 0, row), 1.0)
-    assert len(divided(tape)) == count

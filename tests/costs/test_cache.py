@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from autostream import store as stores
 from autostream.costs import cache
@@ -47,18 +43,6 @@ def test_saving_adds_to_what_was_saved_and_the_newest_counts() -> None:
     assert load(H200) == (replace(expected, profile=newer), ())
 
 
-@given(st.lists(st.dictionaries(st.sampled_from("abcd"), st.sampled_from([RELU, ADD]), max_size=3), max_size=5))
-@settings(max_examples=20)
-def test_any_sequence_of_saves_is_one_dictionary(saved: list[dict[str, Record]]) -> None:
-    newest: dict[str, Record] = {}
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AUTOSTREAM_CACHE_DIR", folder)
-        for some in saved:
-            newest |= some
-            assert save(of(**some)) == ()
-        assert load(H200) == (of(**newest), ())
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -72,21 +56,6 @@ def test_another_device_or_version_has_another_file(other: Context) -> None:
     save(of(other, relu=ADD))
     assert load(H200) == (of(relu=RELU), ())
     assert load(other) == (of(other, relu=ADD), ())
-
-
-def test_files_of_another_schema_are_ignored_without_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    save(of(relu=RELU))
-    with monkeypatch.context() as later:
-        later.setattr(cache, "SCHEMA", 2)
-        assert load(H200) == (of(), ())
-    assert load(H200) == (of(relu=RELU), ())
-
-
-def test_the_name_of_a_file_and_its_content_name_the_device(folder: Path) -> None:
-    save(of(relu=RELU))
-    assert path_of(H200).parent == folder
-    assert path_of(H200).name.startswith("nvidia-h200-")
-    assert json.loads(path_of(H200).read_text())["device"] == "NVIDIA H200"
 
 
 def test_the_oldest_of_too_many_records_go(monkeypatch: pytest.MonkeyPatch) -> None:

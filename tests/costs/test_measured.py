@@ -170,12 +170,6 @@ def test_ops_that_cannot_be_repeated_keep_their_estimates(timer: _Counting, chan
     assert timer.results == []
 
 
-@pytest.mark.parametrize(("device", "timeable"), [("cpu", True), ("cuda:0", False)])
-def test_an_op_that_cannot_be_captured_is_timed_on_the_cpu_only(device: str, timeable: bool) -> None:
-    op = _with_op(_program(_relu)[1], "relu_default", device=device, uncapturable="runs on the CPU").ops["relu_default"]
-    assert measured._is_timeable(op, device) is timeable
-
-
 @pytest.mark.parametrize(
     ("error", "kept"), [(RuntimeError("it cannot be captured"), True), (torch.OutOfMemoryError("no memory"), False)]
 )
@@ -195,21 +189,6 @@ def test_an_op_that_fails_keeps_its_estimate(monkeypatch: pytest.MonkeyPatch, er
     assert list(records.values()) == [{}] * kept
     assert _measured(program, graph, [torch.ones(3)], records)[0] == costs
     assert failures == 2
-
-
-def test_a_capture_that_another_thread_disturbs_is_tried_again(
-    timer: _Counting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failures = [RuntimeError("operation failed due to a previous error during capture")]
-
-    def disturbed_once(call: Callable[[], Any], restore: Restore, expected_us: float) -> Record:
-        if failures:
-            raise failures.pop()
-        return timer(call, restore, expected_us)
-
-    monkeypatch.setattr(measured, "_time_calls", disturbed_once)
-    costs, _ = _measured(*_program(_relu), [torch.ones(3)])
-    assert costs["relu_default"].source == "measured"
 
 
 def test_an_error_of_the_program_reaches_the_caller() -> None:
@@ -308,25 +287,6 @@ def test_random_states_are_restored() -> None:
     before = torch.get_rng_state()
     assert _measure(*_program(_dropout), [torch.ones(64)])["native_dropout_default"][1] == "measured"
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.arange(12.0).reshape(3, 4).t(),
-        torch.arange(12.0)[2::3],
-        torch.arange(3.0).expand(4, 3),
-        torch.arange(12.0).as_strided((2, 3), (1, 4), 2),
-        torch.empty(0, 4),
-        torch.tensor(5),
-    ],
-    ids=["transposed", "gaps", "expanded", "offset", "empty", "scalar"],
-)
-def test_a_copy_has_the_same_values_and_strides_in_other_memory(tensor: Tensor) -> None:
-    copy = measured._copied_tensor(tensor)
-    assert torch.equal(copy, tensor)
-    assert copy.stride() == tensor.stride()
-    assert tensor.numel() == 0 or copy.data_ptr() != tensor.data_ptr()
 
 
 # Records of earlier measurements
@@ -481,19 +441,6 @@ def _timer(*, cold: bool = False) -> measured._GraphTimer:
     return measured._GraphTimer("cpu", replace(GPU, cache_bytes=8), cold=cold)
 
 
-@pytest.mark.parametrize(
-    ("expected_us", "copies"),
-    [(9.0, [12]), (50.0, [2, 10]), (1000.0, [1, 9]), (0.0, [20]), (3.0, [20])],
-    ids=["as expected", "shorter", "much shorter", "unknown", "longer"],
-)
-def test_a_graph_has_enough_copies_to_hide_the_launch(gpu: Gpu, expected_us: float, copies: list[int]) -> None:
-    """A replay should take 100 µs; if it takes less than half of that, it is measured again with more copies."""
-    record = _timer()(gpu.op(warm_us=9.0, cold_us=30.0), NOTHING, expected_us)
-    each_us = 9.0 + GPU.same_stream_edge_us
-    assert [us / each_us for us in gpu.graphs] == pytest.approx(copies)
-    assert record == {"warm_us": pytest.approx(each_us + GPU.replay_us / copies[-1]), "copies": copies[-1]}
-
-
 def test_the_cold_time_is_behind_a_kernel_that_evicts_the_cache(gpu: Gpu) -> None:
     timer = _timer(cold=True)
     for warm_us, cold_us in ((10.0, 14.0), (100.0, 101.0)):
@@ -531,14 +478,6 @@ def test_edges_and_replays_are_subtracted_when_a_record_is_used(
     assert cost.duration_us == pytest.approx(duration_us + OTHER_KERNEL_US - more_us - replays_us)
     short = measured._cost(RELU, profile, {"warm_us": 1.0, "copies": 20}, 0.0)
     assert short.duration_us == GPU.kernel_us + OTHER_KERNEL_US, "at least that of the shortest kernel"
-
-
-@pytest.mark.parametrize("blocks", [(), (25,), (1, 100, 25)])
-def test_the_busiest_kernel_of_an_op_counts(gpu: Gpu, blocks: tuple[int, ...]) -> None:
-    gpu.kernels = tuple(occupancy.Kernel(count, resident=1) for count in blocks)
-    shares = {25: 0.5 * (0.7 + 0.3 / 4), 100: 1.0}
-    record = _timer()(gpu.op(10.0, 14.0), NOTHING, 10.0)
-    assert record.get("busy_share") == (pytest.approx(shares[max(blocks)]) if blocks else None)
 
 
 # Programs that exceed the cache

@@ -128,11 +128,6 @@ def test_the_shares_of_a_measured_op_follow_from_its_time() -> None:
     assert cost_of(copy, GPU, 10.0, "measured", share_filled=0.03).sm_share == pytest.approx(0.03)
 
 
-def test_ops_are_priced_in_program_order() -> None:
-    ops = {name: _op(name) for name in ("b", "a", "c")}
-    assert list(price(OpGraph(ops, (), {}, (), "cuda:0"), GPU)) == ["b", "a", "c"]
-
-
 @given(flops=sizes, elements=sizes, read=sizes, written=sizes, device=st.sampled_from(["cuda:0", "cpu"]))
 @settings(max_examples=50)
 def test_costs_are_in_range_and_grow_with_work(flops: int, elements: int, read: int, written: int, device: str) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock
 
 from autostream import optimize
 from autostream import store as stores
@@ -133,18 +132,6 @@ def test_a_damaged_cache_is_reported_once(install: Install, looked_up: DevicePro
     assert profile_here(GPU) == (profile, ())
 
 
-def test_a_profile_that_cannot_be_cached_is_measured_each_time(
-    install: Install, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = install(UNKNOWN)
-    folder.mkdir()
-    monkeypatch.setattr(stores, "_PATIENCE_S", 0.0)
-    with FileLock(f"{path_of(device.context).parent}.lock"):  # the cache can be read, but not written
-        for count in (1, 2):
-            profile, (note,) = profile_here(GPU)
-            assert (profile, note.choice, device.measurements) == (MEASURED, "not cached", count)
-
-
 # Costs
 
 
@@ -200,15 +187,6 @@ def test_if_measuring_fails_costs_are_estimates_with_a_note(monkeypatch: pytest.
     assert costs == price(case.graph, profile_of("cpu"))
     assert note.choice == "not measured"
     assert note.reason == "costs are estimates, for measuring failed: TypeError: no key for this"
-
-
-def test_costs_that_cannot_be_cached_are_measured_each_time(timed: list[float], folder: Path) -> None:
-    folder.write_text("a file in place of the folder")
-    costs, notes = _costs("views")
-    once = len(timed)
-    assert set(notes) == {"not cached"}
-    assert _costs("views") == (costs, notes)
-    assert len(timed) == 2 * once
 
 
 # Whole models
