@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from autostream.errors import CostError, ScheduleError
 from autostream.ir import Assignment, Candidate, DeviceProfile, Limit, OpGraph, Schedule, Timeline
-from autostream.options import Options, PolicyName
+from autostream.options import Options
 from autostream.scheduling.peak import peak_bytes
 from autostream.scheduling.policies import POLICIES
-from autostream.scheduling.policies.sequential import sequential
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.simulate import run_us, simulate
 from autostream.scheduling.synchronize import synchronize
@@ -25,7 +24,6 @@ from autostream.scheduling.verify import verify
 from autostream.tuning import budget
 from autostream.tuning import candidates as module
 from autostream.tuning.candidates import SHORTLIST, Priced, best_of, candidates_again, candidates_for, variants_of
-from autostream.tuning.select import VARIANTS
 from autostream.utils.stopwatch import Stopwatch
 from tests.scheduling.graphs import costs_of, graph_of, profile_with
 
@@ -134,16 +132,6 @@ def rival(policy: str, predicted_us: float, streams: int = 2) -> Candidate:
     return Candidate(Schedule(policy, streams, ()), captured=True, predicted_us=predicted_us)
 
 
-def test_the_shortlist_has_the_best_of_each_policy_and_number_of_streams_before_more_of_the_same() -> None:
-    """Six of the search come first by prediction. Then of seven, the third search over as many streams is left out."""
-    searched = [rival("search", float(us)) for us in range(6)]
-    others = [rival("path_cover", 9.0), rival("critical_path", 7.0), rival("critical_path", 8.0)]
-    assert shortlisted([*others, *searched]) == [*searched[:4], others[1], others[0]]
-    alike = [rival("search", 1.0 + at / 10, streams=4) for at in range(3)]
-    others = [rival("search", 5.0, 3), rival("search", 6.0, 2), rival("path_cover", 7.0, 8), rival("path_cover", 8.0)]
-    assert shortlisted([*others, *alike]) == [*alike[:2], *others]
-
-
 def shortlisted(rivals: list[Candidate], refused: Callable[[Candidate], bool] = lambda rival: False) -> list[Candidate]:
     """The shortlist where some turn out to be refused."""
 
@@ -179,26 +167,6 @@ WIDE = replace(
         for name, storage in WIDE.storages.items()
     },
 )
-
-
-@pytest.mark.usefixtures("to_the_byte")
-@pytest.mark.parametrize(("limit", "waits", "kib"), [(100.0, 2, 19), (12 * 1024, 2, 12), (11 * 1024, 2, 19)])
-def test_if_memory_is_short_streams_wait_for_it_where_that_takes_no_time(limit: float, waits: int, kib: int) -> None:
-    """Op q can reuse the memory of t once it waits for u, which ended long before; the output has its own 1 KiB."""
-    costs = costs_of(WIDE, {**dict.fromkeys("astuqr", 1.0), "p": 30.0})
-    given = Priced(WIDE, profile_with(same_stream_edge_us=0.5, cross_stream_edge_us=2.0), costs, ())
-    stream = {name: int(name in "stu") for name in WIDE.ops}
-    plain = module._simulated(given, Assignment("by hand", 2, tuple("asptuqr"), stream), capture=True)
-    one = module._simulated(given, sequential(WIDE, costs, given.profile, 1, frozenset()), capture=True)
-    alone = module._with_memory(WIDE, one.candidate)
-    found, *slower = module._Budget(given, alone, limit).within(plain)
-    assert slower == []
-    assert (found.schedule.wait_count, found.memory_bytes) == (waits, kib * 1024)
-    assert bool(found.refusal) == (limit == 11 * 1024)
-    assert bool(found.schedule.arena.bytes) == (kib == 12), "without the wait, blocks of each stream are no worse"
-    assert bool(found.schedule.join_waits) == (kib == 19), "a wait for memory takes the place of that at the join"
-    assert found.predicted_us == plain.candidate.predicted_us == run_us(found.schedule, costs, given.profile)
-    verify(WIDE, found.schedule)
 
 
 #   w0    w1    w2        copies of weights that depend on nothing, of 16 KiB each, all else is 1 KiB
@@ -274,8 +242,7 @@ def to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("to_the_byte")
-@pytest.mark.parametrize("policy", ["critical_path", "search"])
-def test_branches_that_are_summed_run_concurrently_in_little_memory(policy: PolicyName) -> None:
+def test_branches_that_are_summed_run_concurrently_in_little_memory() -> None:
     """Policies compute all twelve branches before the first sum; one stream adds each before the next.
 
     l0 ── r0 ──── l1 ── r1 ──── l2 ── r2 ── …
@@ -285,7 +252,7 @@ def test_branches_that_are_summed_run_concurrently_in_little_memory(policy: Poli
     edges = [edge for at in range(12) for edge in ((f"l{at}", f"r{at}"), (f"r{at}", f"s{at}"))]
     graph = graph_of([*edges, *((f"s{at}", f"s{at + 1}") for at in range(11))], names, outputs=["s11"])
     given = priced(graph, duration_us={name: 20.0 if name[0] == "l" else 3.0 for name in names})
-    first, *others = candidates(given=given, policy=policy, memory_budget=8 * 1024)
+    first, *others = candidates(given=given, policy="critical_path", memory_budget=8 * 1024)
     best = best_of([first, *others])
     assert first.memory_bytes == 3 * 1024
     assert best.memory_bytes <= 8 * 1024
@@ -315,49 +282,6 @@ def test_candidates_and_variants_that_exceed_the_memory_budget_are_refused() -> 
         assert (first.schedule.policy, first.refusal) == ("sequential", "")
         assert others
         assert all(other.refusal for other in others)
-
-
-def test_searches_and_variants_are_made_where_they_pay_or_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on a CPU, and not for large graphs."""
-    on_cpu = priced(replace(BRANCHES, device="cpu"))
-    assert all(variant.schedule.streams <= 2 for variant in _variants(priced(), streams=2))
-    assert _variants(priced(), policy="critical_path") == _variants(on_cpu) == []
-    first, best, *_ = candidates()
-    assert len(list(islice(variants_of(priced(), options_of({}), first, best), VARIANTS))) == VARIANTS
-    searched: list[tuple[Any, ...]] = []
-
-    def search(graph: object, costs: object, profile: object, streams: int, pinned: object, *effort: Any) -> Any:
-        searched.append((streams, *effort))
-        return ()
-
-    monkeypatch.setattr(module, "search_by_streams", search)
-    candidates(given=on_cpu)
-    monkeypatch.setattr(module, "_LARGE", len(BRANCHES.ops) - 1)
-    candidates()
-    assert searched == []
-    candidates(given=on_cpu, policy="search", streams=3)
-    monkeypatch.setattr(module, "_LARGE", len(BRANCHES.ops))
-    candidates(tuning_seconds=20.0, seed=7)
-    assert searched == [(3, 2.0, 0, True, math.inf), (8, 4.0, 7, True, math.inf)]
-
-
-@pytest.mark.parametrize(
-    ("device", "cores", "large", "streams"),
-    [
-        *[("cuda:0", 100, False, [2, 3, 4, 6, 8]), ("cuda:0", 100, True, [2, 4, 8])],
-        *[("cpu", 1, False, []), ("cpu", 3, False, [2]), ("cpu", 64, False, [2, 4])],
-    ],
-)
-def test_the_numbers_of_streams_depend_on_the_device_and_the_graph(
-    device: str, cores: int, large: bool, streams: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = asked(monkeypatch)
-    monkeypatch.setattr(module, "_LARGE", len(BRANCHES.ops) - large)
-    candidates(given=priced(replace(BRANCHES, device=device), profile_with(multiprocessors=cores)))
-    assert counts == streams
-    asked_again = asked(monkeypatch, spread=False)
-    assert len(candidates(given=priced(graph_of("a-b b-c")))) == 1
-    assert asked_again == [2], "a policy that leaves a stream unused is not asked for more"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])

@@ -92,13 +92,6 @@ def test_the_key_depends_on_all_that_affects_the_choice(monkeypatch: pytest.Monk
     assert key(traced, **eager, strict=True, max_signatures=1) == keys[2]
 
 
-def test_the_code_that_the_key_depends_on_is_the_whole_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    folders: list[Path] = []
-    monkeypatch.setattr(choices, "code_in", folders.append)
-    key(program(), kernels="eager")
-    assert folders == [Path(autostream.__file__).parent]
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -112,19 +112,3 @@ def test_a_graph_that_cannot_be_captured_again_stays_in_its_pool_for_a_reason(fa
     joined = captured_into_pool(tuned(third), [t(2)], pools).selection.execution
     assert isinstance(joined, Graph)
     assert joined.pool is (first, second)[pool].pool
-
-
-def test_a_pool_with_a_failed_capture_is_not_used() -> None:
-    first, second = (Graph(t(2), written=[False], pool=Pool()) for _ in range(2))
-    pools = GraphPools()
-    captured_into_pool(tuned(first), [t(2)], pools)
-    first.pool.failed = True
-    alone = captured_into_pool(tuned(second), [t(2)], pools)
-    assert (alone.selection.execution, alone.refusals) == (second, ())
-    assert pools[second.device] is second.pool
-
-
-def test_an_uncaptured_program_needs_no_pool() -> None:
-    pools, uncaptured = GraphPools(), tuned(lambda x: (x,))
-    assert captured_into_pool(uncaptured, [t(2)], pools) is uncaptured
-    assert not pools

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autostream.errors import CaptureError
 from autostream.frontend.trace import trace
-from autostream.ir import Candidate, Limit, Op, OpGraph, Placeholder, Program, Role, Schedule
+from autostream.ir import Candidate, Limit, OpGraph, Program, Schedule
 from autostream.runtime.emulator import ThreadedProgram
 from autostream.runtime.restore import Restore
 from autostream.tuning import select as selection
@@ -28,7 +28,6 @@ from autostream.tuning.select import (
     has_integers,
     interleaved,
     select,
-    written,
 )
 from tests.runtime.programs import Case, random_schedule, same, sample
 from tests.semantics import Model
@@ -312,38 +311,6 @@ class Captured:
 
     def __init__(self, run: object, tensors: object, bound: object, written: object, device: object, **rest: object):
         self.told = {"bound": bound, "written": written, "device": device, **rest}
-
-
-@pytest.mark.parametrize(
-    ("writes", "orders", "expected"),
-    [
-        ((), (), {"written": (False, False), "random": False}),
-        (("y",), (), {"written": (False, True), "random": False}),
-        ((), ("rng",), {"written": (False, False), "random": True}),
-        ((), ("world",), {"written": (False, False), "random": True}),
-    ],
-)
-def test_a_captured_graph_knows_its_mutated_inputs_and_whether_it_is_random(
-    monkeypatch: pytest.MonkeyPatch, writes: Sequence[str], orders: Sequence[str], expected: dict[str, object]
-) -> None:
-    monkeypatch.setattr(selection, "CapturedGraph", Captured)
-    monkeypatch.setattr(selection, "lower", lambda *args: torch.fx.symbolic_trace(torch.nn.ReLU()))
-    op = Op("a", "f", ("a",), frozenset({"x"}), frozenset({"a", *writes}), frozenset({"a"}), frozenset(orders))
-    placeholders = tuple(Placeholder(name, Role.INPUT, "0", name) for name in "xy")
-    program = Program(None, placeholders, ("a",), "aten", "cuda:1")  # type: ignore[arg-type]
-    graph = OpGraph({"a": op}, (), {}, (), "cuda:1")
-    captured: Any = build(program, graph, Candidate(Schedule("mine", 1, ()), True, 0.0), [], [True, False], NOTHING)
-    told = {"bound": [True, False], "device": torch.device("cuda:1"), "restore": NOTHING}
-    assert captured.told == {**told, **expected}
-
-
-def test_written_placeholders_are_those_whose_storage_an_op_writes() -> None:
-    """In this program x is written, and y too if it shares the storage."""
-    case = sample("aliased")
-    assert written(case.program, case.graph) == (True, False)
-    x, y = case.program.placeholders
-    tied = replace(case.program, placeholders=(x, replace(y, storage=x.storage)))
-    assert written(tied, case.graph) == (True, True)
 
 
 @pytest.mark.gpu

@@ -68,7 +68,6 @@ class Device:
             seconds: float = math.inf,
             variants: Any = lambda candidate: (),
         ) -> Selection:
-            self.seconds = seconds
             self.variants = list(variants(candidates[-1]))
             if fails and candidates[0].captured:
                 raise CaptureError("this op cannot be captured")
@@ -107,17 +106,6 @@ def test_a_program_is_captured_if_possible_and_else_the_reason_is_reported(
 
 
 @torch.no_grad()
-def test_a_program_that_mutates_its_inputs_has_no_variants(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch)
-    monkeypatch.setattr(tuning, "variants_of", lambda *_: iter("ab"))
-    tuned()
-    assert device.variants == ["a", "b"]
-    monkeypatch.setattr(tuning, "written", lambda program, graph: (True,))
-    tuned()
-    assert device.variants == []
-
-
-@torch.no_grad()
 @pytest.mark.parametrize(
     ("options", "reasons"),
     [
@@ -137,16 +125,6 @@ def test_on_the_cpu_nothing_is_captured_or_fused_and_what_was_asked_for_is_repor
     assert all(refusal.reason.endswith(end) for refusal, end in zip(result.refusals, reasons, strict=True))
 
 
-@torch.no_grad()
-def test_measuring_gets_the_remaining_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tracing and compiling do not count."""
-    device, stopwatch = Device(monkeypatch), Stopwatch({"trace": 50.0, "fuse": 70.0, "search": 4.0, "select": 3.0})
-    tune(program(), [torch.ones(2, 4)], [False], Options(tuning_seconds=20.0), stopwatch)
-    assert 20.0 - 7.0 - 2.0 < device.seconds <= 20.0 - 7.0
-    tune(program(), [torch.ones(2, 4)], [False], Options(tuning_seconds=5.0), stopwatch)
-    assert device.seconds == 0.0
-
-
 # Kernels
 
 
@@ -160,15 +138,12 @@ class Levels:
     """A fake Inductor and GPU: fuses any program, and has a time for each level and for ATen on one stream, µs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **times: float) -> None:
-        self.settings: list[object] = []
         self.planned: list[tuple[str, str]] = []
-        self.notes: tuple[Decision, ...] = ()
 
         def fuse(
             program: Program, settings: object, tensors: object, stopwatch: object
         ) -> tuple[Program, tuple[Decision, ...]]:
-            self.settings.append(settings)
-            return replace(program, level="inductor"), self.notes
+            return replace(program, level="inductor"), ()
 
         def planned(program: Program, arguments: Any, bound: Any, options: Options, stopwatch: Any) -> Tuned:
             self.planned.append((program.level, options.policy))
@@ -228,13 +203,6 @@ def test_a_program_that_cannot_be_fused_runs_as_aten_ops(kernels: str, monkeypat
     result = of_a_gpu(kernels=kernels)
     assert (result.program.level, result.refusals[0].choice) == ("aten", "not fused")
     assert result.refusals[0].reason == "TorchInductor cannot fuse it: too odd"
-
-
-def test_settings_reach_inductor_and_notes_of_its_cache_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    levels = Levels(monkeypatch, inductor=50.0, sequential=100.0)
-    levels.notes = (Decision("", "cache rebuilt", "damaged"),)
-    assert of_a_gpu(inductor_options={"max_autotune": True}).refusals == levels.notes
-    assert levels.settings == [{"max_autotune": True}]
 
 
 def test_memory_of_failed_kernels_is_freed_before_aten_ops_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
