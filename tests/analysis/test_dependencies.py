@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -147,38 +146,6 @@ def test_the_branches_of_googlenet_are_independent() -> None:
 # Nodes that launch nothing
 
 
-def test_a_view_of_a_placeholder_is_issued_first_unless_it_was_written(tape: Tape) -> None:
-    weight, buffer = tape.input(4, 4, role=Role.PARAMETER), tape.input(4, 4, role=Role.BUFFER)
-    t = tape.call(aten.t.default, weight)
-    size = tape.number(aten.sym_size.int, weight, 0, value=4)
-    y = tape.call(aten.mul.Tensor, t, size)
-    add_ = tape.call(aten.add_.Tensor, buffer, 1)
-    late = tape.call(aten.t.default, buffer)
-    graph = analyze(tape.case([y, late]).program)
-    assert graph.prelude == (t.name, size.name)
-    assert nodes_of(graph) == [(y.name,), (add_.name, late.name)]
-
-
-def test_a_view_of_two_independent_results_is_an_op(tape: Tape) -> None:
-    r"""Issued with either of them, it could come before the other::
-
-    x ─▶ sin ─╲
-               broadcast_tensors ─▶ getitem ─▶ neg
-    y ─▶ cos ─╱
-    """
-    sin = tape.call(aten.sin.default, tape.input(4))
-    cos = tape.call(aten.cos.default, tape.input(4))
-    both = tape.call(aten.broadcast_tensors.default, [sin, cos])
-    first = tape.call(operator.getitem, both, 0)
-    neg = tape.call(aten.neg.default, first)
-    graph = analyze(tape.case([neg]).program)
-    assert graph.ops[both.name].nodes == (both.name, first.name)
-    needed = {(sin.name, both.name, "RAW"), (cos.name, both.name, "RAW"), (both.name, neg.name, "RAW")}
-    assert edges(graph) >= needed
-    assert graph.ops[both.name].allocates == {both.name, f"{both.name}.1"}
-    assert graph.storages[both.name].bytes == graph.ops[both.name].bytes_written == 0
-
-
 def test_a_reshape_that_may_copy_is_issued_with_the_allocation_or_is_an_op(tape: Tape) -> None:
     """If it copies, its memory must be allocated on the stream on which its base is released."""
     sin = tape.call(aten.sin.default, tape.input(4, 4))
@@ -230,24 +197,6 @@ def test_an_allocation_is_issued_right_before_its_first_user(tape: Tape) -> None
     assert nodes_of(graph) == [(other.name,), (empty.name, view.name, fill.name), (exp.name,)]
     assert graph.ops[fill.name].allocates == {empty.name}
     assert edges(graph) == {(fill.name, exp.name, "RAW")}
-
-
-def test_an_allocation_without_a_first_user_is_an_op(tape: Tape) -> None:
-    """Memory that no op uses; memory whose size is that of a tensor; memory whose size an op needs."""
-    unused = allocation(tape)
-    view = tape.call(aten.view.default, unused, [16])
-    like = tape.call(aten.empty_like.default, tape.input(4))
-    fill_like = tape.call(aten.fill_.Scalar, like, 1.0)
-    empty = allocation(tape)
-    size = tape.number(aten.sym_size.int, empty, 0, value=4)
-    mul = tape.call(aten.mul.Tensor, tape.input(4), size)
-    fill = tape.call(aten.fill_.Scalar, empty, 1.0)
-    graph = analyze(tape.case([view, mul, fill]).program)
-    assert set(nodes_of(graph)) == {
-        (unused.name, view.name), (like.name,), (fill_like.name,), (empty.name, size.name), (mul.name,), (fill.name,),
-    }  # fmt: skip
-    assert graph.storages[unused.name].escapes
-    assert (empty.name, mul.name, "RAW") in edges(graph)
 
 
 # Storages of which ops use parts
@@ -326,28 +275,6 @@ def test_reads_of_parameters_order_nothing(tape: Tape) -> None:
     x, w = tape.input(4, 4), tape.input(4, 4, role=Role.PARAMETER)
     left, right = tape.call(aten.mm.default, x, w), tape.call(aten.mm.default, w, x)
     assert analyze(tape.case([left, right]).program).dependencies == ()
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return self.norm(x), self.norm(y)
-
-
-def test_hidden_state_orders_ops() -> None:
-    """Running statistics, random generators, and embeddings that renormalize their table."""
-    x, y = torch.randn(3, 4), torch.randn(3, 4)
-    graph = analyze(exported(Twice(), x, y).program)
-    assert ("batch_norm", "batch_norm_1", "RAW") in edges(graph)
-    assert graph.ops["batch_norm"].writes >= {"b_norm_running_mean", "b_norm_running_var"}
-    assert analyze(exported(Twice().eval(), x, y).program).dependencies == ()
-    dropouts = exported(lambda x, y: (nn.functional.dropout(x), nn.functional.dropout(y)), x, y)
-    assert edges(analyze(dropouts.program)) == {("dropout", "dropout_1", "ORDER")}
-    graph = analyze(exported(nn.Embedding(5, 4, max_norm=1.0), torch.arange(3)).program)
-    assert edges(graph) == {("embedding_renorm_", "embedding", "RAW")}
 
 
 def test_users_of_a_returned_argument_depend_on_the_call_that_returns_it(tape: Tape) -> None:

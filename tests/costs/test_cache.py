@@ -105,23 +105,6 @@ def test_a_file_of_the_cache_can_be_copied_and_named(tmp_path: Path) -> None:
     assert read(copy, H200) == read(copy) == measurements
 
 
-@pytest.mark.parametrize(
-    ("here", "named"),
-    [
-        (replace(H200, device="Tesla T4", multiprocessors=40), ["NVIDIA H200 (132 ", "Tesla T4 (40 "]),
-        (replace(H200, versions={"torch": "2.11.0"}), ["torch 2.13.0)", "torch 2.11.0)"]),
-    ],
-)
-def test_a_file_of_another_device_or_version_is_refused_with_both_named(
-    tmp_path: Path, here: Context, named: list[str]
-) -> None:
-    path = tmp_path / "my-h200.json"
-    path.write_text(to_json(of(relu=RELU)))
-    with pytest.raises(CostError, match=r"my-h200.json was .*, and this is .*: measure again here$") as caught:
-        read(path, here)
-    assert all(name in str(caught.value) for name in named)
-
-
 @pytest.mark.parametrize("damage", [lambda text: text[:-20], lambda text: text.replace("2.5", "NaN")])
 def test_a_damaged_file_is_refused_and_stays(tmp_path: Path, damage: Callable[[str], str]) -> None:
     path = tmp_path / "my-h200.json"

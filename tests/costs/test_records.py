@@ -110,7 +110,7 @@ def test_a_file_in_another_format_is_refused(text: str, reason: str) -> None:
         from_json(text, "costs.json")
 
 
-@pytest.mark.parametrize("text", ['\x1b[2J<script>"\\N', "a\nb", "\u202eabc", "\ud800", "x" * 10_000], ids=ascii)
+@pytest.mark.parametrize("text", ['\x1b[2J<script>"\\N', "\u202eabc\ud800", "x" * 10_000], ids=ascii)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -15,7 +15,7 @@ import torch
 from autostream import optimize
 from autostream import store as stores
 from autostream.costs import measured, this_device
-from autostream.costs.cache import load, path_of, save
+from autostream.costs.cache import load, save
 from autostream.costs.device import profile_named, profile_of
 from autostream.costs.measured import METHOD
 from autostream.costs.records import Context, Measurements, Record, context_of
@@ -120,16 +120,6 @@ def test_a_gpu_that_is_not_on_this_machine_is_refused() -> None:
     for profile in (profile_here, profile_anew):
         with pytest.raises(TargetError, match="'cuda:97' is not on this machine"):
             profile("cuda:97")
-
-
-@pytest.mark.parametrize(("looked_up", "profile"), [(H200, H200), (UNKNOWN, MEASURED)])
-def test_a_damaged_cache_is_reported_once(install: Install, looked_up: DeviceProfile, profile: DeviceProfile) -> None:
-    context = install(looked_up).context
-    path_of(context).parent.mkdir(parents=True)
-    path_of(context).write_text("half of a fi")
-    found, (note,) = profile_here(GPU)
-    assert (found, note.choice) == (profile, "cache rebuilt")
-    assert profile_here(GPU) == (profile, ())
 
 
 # Costs

@@ -113,15 +113,6 @@ def test_a_program_is_fused_once_for_each_setting_and_then_read(stub: Inductor, 
         torch.testing.assert_close(program.module(X, W)[0], X @ W)
 
 
-def test_source_lines_are_those_of_the_program_that_is_loaded() -> None:
-    prepared()
-    moved = traced()
-    product_of(moved).stack_trace = "elsewhere"
-    again, stages, _ = prepared(program=moved)
-    assert stages == ["load"]
-    assert {node.stack_trace for node in again.module.graph.nodes if node.op == "call_function"} == {"elsewhere"}
-
-
 # Programs whose kernels are not cached
 
 

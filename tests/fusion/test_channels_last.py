@@ -78,43 +78,6 @@ def check_same(functional: fx.GraphModule, program: Program, tensors: Sequence[T
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
-# Decompositions
-
-
-def test_a_tensor_is_converted_once_for_a_convolution_and_its_gradients() -> None:
-    def run(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(torch.conv2d(x, weight).sin().sum(), [x, weight])
-
-    shapes = (2, 3, 5, 5), (4, 3, 2, 2)
-    arguments = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    module = make_fx(run, channels_last_decompositions({}))(*arguments)
-    x, weight = module.graph.find_nodes(op="placeholder")
-    assert [len([use for use in each.users if use.target is aten.clone.default]) for each in (x, weight)] == [1, 1]
-    (gradients,), (convolution,) = calls(module.graph, GRADIENTS), calls(module.graph, CONVOLUTION)
-    assert gradients.args[1:3] == convolution.args[:2]
-    torch.testing.assert_close(module(*arguments), run(*arguments), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 3, 5, 5, 5)])
-def test_convolutions_over_one_or_three_dimensions_are_not_converted(shape: tuple[int, ...]) -> None:
-    layer = (nn.Conv1d if len(shape) == 3 else nn.Conv3d)(3, 2, 2)
-    graph = make_fx(layer, channels_last_decompositions({}))(torch.randn(shape)).graph
-    assert not calls(graph, aten.clone.default)
-    assert len(calls(graph, CONVOLUTION)) == 1
-
-
-def test_other_decompositions_apply_to_converted_tensors() -> None:
-    def sixfold(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        assert has_channels_last(x)
-        assert has_channels_last(weight)
-        return 6 * x
-
-    x, weight = torch.ones(1, 3, 2, 2), torch.ones(3, 3, 2, 2)
-    graph = make_fx(lambda x, w: torch.conv2d(x, w), channels_last_decompositions({CONVOLUTION: sixfold}))(x, weight)
-    assert not calls(graph.graph, CONVOLUTION)
-    assert graph(x, weight).unique().tolist() == [6.0]
-
-
 # Steps
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import inspect
 import re
 import sys
-import textwrap
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,7 +19,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._inductor import compile_fx
 from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.codegen.wrapper_fxir import FxConverter, WrapperFxCodegen
 from torch._inductor.graph import GraphLowering
 from torch._subclasses import FakeTensorMode
 
@@ -191,20 +188,6 @@ def test_all_private_imports_are_in_needed(path: str) -> None:
     assert imported
     for full, module, name in imported:
         assert full in NEEDED or name in {each.partition(".")[0] for each in NEEDED[module or ""]}, full
-
-
-@pytest.mark.parametrize(
-    ("subclass", "base"), [(kernel_graph.Converter, FxConverter), (kernel_graph.Wrapper, WrapperFxCodegen)]
-)
-def test_all_methods_that_are_overridden_or_called_are_in_needed(subclass: type, base: type) -> None:
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(subclass))).body
-    attributes = [node for node in ast.walk(body) if isinstance(node, ast.Attribute)]
-    names = {node.attr for node in attributes if ast.unparse(node.value) in ("self", "wrapper")}
-    names |= {node.name for node in ast.walk(body) if isinstance(node, ast.FunctionDef)}
-    used = {name for name in names if hasattr(base, name)}
-    listed = {each.partition(".")[2] for each in NEEDED[base.__module__] if each.startswith(f"{base.__name__}.")}
-    assert used
-    assert used <= listed
 
 
 def test_an_error_of_inductor_is_reported_in_one_line(on_gpu: Program, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,16 +397,6 @@ def test_a_frozen_graph_reads_inputs_alone_and_the_original_holds_no_constants(n
     assert not any(tensor.is_inference() for tensor in module.buffers())
     assert str(functional.graph) == before
     assert (len(list(functional.buffers())), len(list(module.buffers())) > 0) == (0, True)
-
-
-@pytest.mark.usefixtures("triton")
-def test_a_program_tells_which_weights_are_frozen(normed: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    constants: list[dict[int, Tensor]] = []
-    monkeypatch.setattr(inductor, "_compiled", lambda module, device, held: constants.append(held) or module)
-    program = replace(normed.program, device="cuda:0")
-    assert fuse(program, {"freezing": True}, normed.tensors).frozen == set(range(len(normed.tensors) - 1))
-    assert fuse(program, {"freezing": False}, normed.tensors).frozen == set()
-    assert [len(held) for held in constants] == [len(normed.tensors) - 1, 0]
 
 
 @pytest.mark.usefixtures("triton")

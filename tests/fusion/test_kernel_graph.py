@@ -15,7 +15,6 @@ import torch
 from torch import fx
 from torch._inductor.codegen import common
 from torch._inductor.codegen.wrapper import WrapperLine
-from torch._inductor.codegen.wrapper_fxir import FxConverter
 from torch._inductor.utils import LineContext
 from torch._inductor.virtualized import V
 
@@ -120,18 +119,6 @@ def test_a_returned_view_of_an_argument_is_an_ordinary_tensor_in_inference_mode(
     assert first.untyped_storage()._cdata == argument.untyped_storage()._cdata
 
 
-def test_a_view_may_have_another_dtype() -> None:
-    converter = converter_of()
-    buffer = SimpleNamespace(get_name=lambda: "buf0", get_dtype=lambda: torch.float32, get_offset=lambda: 0)
-    converter._record_allocation(buffer, converter.gm.graph.placeholder("x"))
-    layout = SimpleNamespace(size=[2], stride=[1], offset=1, dtype=torch.int32)
-    converter._generate_reinterpret_helper(buffer, SimpleNamespace(get_name=lambda: "buf1"), layout)
-    converter._generate_outputs = lambda: converter.buffer_to_node["buf1"]  # type: ignore[method-assign, return-value]
-    argument = torch.tensor([1.0, 0.5, 0.25])
-    (result,) = generated(converter)(argument)
-    assert torch.equal(result, argument[1:].view(torch.int32))
-
-
 def test_a_view_that_is_mutated_or_of_a_buffer_stays_as_it_is() -> None:
     converter = converter_of()
     x = converter.gm.graph.placeholder("x")
@@ -146,15 +133,6 @@ def test_a_view_that_is_mutated_or_of_a_buffer_stays_as_it_is() -> None:
     assert result.tolist() == [0, 0]
     assert module.graph.output_node().args[0][1] is views[1]  # type: ignore[index]
     assert nothing is None
-
-
-def test_scratch_memory_is_cleared_by_an_operator() -> None:
-    converter = converter_of()
-    scratch = converter.buffer_to_node["workspace_0"] = converter.gm.graph.placeholder("workspace_0")
-    line: Any = Wrapper.make_zero_buffer(None, "workspace_0")  # type: ignore[arg-type]
-    converter._convert(line, "cumsum")
-    (call,) = converter.gm.graph.find_nodes(op="call_function", target=aten.zero_.default)
-    assert (call.args, call.stack_trace) == ((scratch,), "cumsum")
 
 
 # Calls of Triton kernels
@@ -272,23 +250,6 @@ def test_an_unknown_function_is_refused(converter: Converter) -> None:
     match = r"extern_kernels\.theirs, which is no operator: what it writes is not"
     with pytest.raises(NotImplementedError, match=match):
         converter._generate_extern_kernel_common(line, line)
-
-
-def test_operators_and_data_dependent_sizes_are_converted_by_inductor(
-    converter: Converter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Inductor has a line for the data-dependent sizes even of an operator that returns nothing."""
-    converted: list[object] = []
-    for method in ("_generate_extern_kernel_common", "_generate_unbacked_symbol_defs"):
-        monkeypatch.setattr(FxConverter, method, lambda self, line, *args: converted.append(line))
-    operator = Extern("mm", "one", "other")
-    operator.op_overload = aten.mm.out
-    converter._generate_extern_kernel_common(operator, operator)
-    nothing, never, some = (SimpleNamespace(unbacked_bindings=bindings) for bindings in ({}, None, {"u0": ()}))
-    for line in (nothing, never, some):
-        converter._generate_unbacked_symbol_defs(line)
-    assert converted == [operator, some]
-    assert not calls(converter)
 
 
 def test_inductor_produces_graphs_of_kernels_only_inside_the_context() -> None:

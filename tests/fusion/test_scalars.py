@@ -10,14 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
-from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor import config
-from torch._inductor.graph import GraphLowering
-from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import SGD, Adagrad, Adam
 
-from autostream.fusion.inductor import SETTINGS, _functional
+from autostream.fusion.inductor import _functional
 from autostream.fusion.scalars import compute_once
 from tests.steps import program_of
 
@@ -137,18 +133,3 @@ def test_an_optimizer_computes_the_corrections_of_each_parameter_once(optimizer:
     assert len(scalars) == 2 * for_each
     packets = {node.target.overloadpacket for node in graph.nodes if node.name in scalars}
     assert packets <= {aten.sqrt, aten.reciprocal, aten.div}
-
-
-@pytest.mark.parametrize("once", [False, True])
-def test_inductor_computes_the_input_of_as_strided_in_a_kernel_of_its_own(once: bool) -> None:
-    """Private behaviour of Inductor: if it changes, every thread computes the scalar again."""
-    module = make_fx(lambda x, step: x * 0.9**step, tracing_mode="fake")(X, STEP)
-    if once:
-        compute_once(module.graph)
-    values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    mode = detect_fake_mode(values)
-    with config.patch({**SETTINGS, "fx_wrapper": False}), tracing(TracingContext(mode)), V.set_fake_mode(mode):
-        lowering = GraphLowering(module, example_inputs=values, is_inference=True)
-        with V.set_graph_handler(lowering):
-            lowering.run(*values)
-    assert [len(lowering.operations), len(lowering.graph_outputs)] == [1 + once, 1]

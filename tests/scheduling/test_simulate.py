@@ -36,14 +36,6 @@ stream 1   b
 """
 
 
-def test_one_stream_takes_its_ops_and_its_gaps() -> None:
-    schedule = plan(Launch("a", 0), Launch("b", 0), Launch("c", 0))
-    timeline = simulate(schedule, {"a": cost(10.0, 1.0, 1.0), "b": cost(3.0, 1.0), "c": cost(5.0)}, PRICED)
-    assert timeline.slices == (Slice("a", 0, 0.0, 10.0), Slice("b", 0, 10.5, 13.5), Slice("c", 0, 14.0, 19.0))
-    assert timeline.source == "simulated"
-    assert simulate(Schedule("empty", 2, ()), {}, PRICED).slices == ()
-
-
 @example([48.0, 15.553372766170375])
 @given(st.lists(st.floats(0.1, 100.0), min_size=1, max_size=30))
 def test_one_stream_is_exact_whatever_the_durations(durations: list[float]) -> None:
