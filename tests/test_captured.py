@@ -8,7 +8,6 @@ from itertools import combinations
 from random import Random
 
 import networkx as nx
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,36 +27,6 @@ NO_HAZARDS = OpGraph({}, (), {}, (), "cuda:0")
 
 
 NODES: Mapping[str, Collection[int]] = {"a": {1, 2}, "b": {3}, "c": {4}, "d": {5}}
-
-
-@pytest.mark.parametrize(
-    ("nodes", "edges", "expected"),
-    [
-        (NODES, [(1, 2), (2, 5), (3, 4), (4, 5)], []),
-        ({"a": {1}, "b": {3}, "c": (), "d": {5}}, [(1, 5), (3, 5)], []),
-        (
-            NODES,
-            [(1, 2), (2, 5), (3, 4)],
-            ["b must be before d, and in the graph it is not", "c must be before d, and in the graph it is not"],
-        ),
-        (
-            NODES,
-            [(1, 2), (2, 5), (3, 4), (4, 5), (1, 4)],
-            ["a is before c in the graph, and nothing asks for it"],
-        ),
-        (NODES, [(1, 2), (1, 5), (3, 4), (4, 5)], ["a must be before d, and in the graph it is not"]),
-    ],
-    ids=["the same", "an op without nodes", "a missing edge", "an edge too many", "an edge from the first node only"],
-)
-def test_a_graph_has_the_order_of_its_schedule(
-    nodes: Mapping[str, Collection[int]], edges: list[Edge], expected: list[str]
-) -> None:
-    """
-    a: 1 ─▶ 2 ─────▶ 5 : d
-    b: 3 ─▶ 4 : c ───┘
-    """
-    graph = Captured({op: frozenset(each) for op, each in nodes.items()}, frozenset(edges))
-    assert disagreements(NO_HAZARDS, HALVES, graph) == expected
 
 
 def test_hazards_are_compared_with_the_graph_itself() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tests import delays as module
-from tests.delays import captured_symptoms, symptoms, without_inner_waits
+from tests.delays import symptoms, without_inner_waits
 from tests.planned import Cells, Planned, planned
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
@@ -54,26 +51,3 @@ def test_a_model_must_be_deterministic_and_depend_on_its_arguments() -> None:
     constant = planned(nn.ReLU(), [(-torch.ones(2),), (-torch.full((2,), 2.0),)])
     with pytest.raises(AssertionError, match="stale result"):
         constant.expected()
-
-
-def test_captured_runs_are_delayed(cells: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for a captured graph runs at each replay."""
-    pools: list[object] = []
-
-    class Graph:
-        def __init__(self, run: Any, static: Any, bound: Any, *_: object, pool: object = None, **rest: object) -> None:
-            self.run, self.static, self.pool = run, static, pool or object()
-            self.inputs = [at for at, is_bound in enumerate(bound) if not is_bound]
-            pools.append(self.pool)
-
-        def __call__(self, *tensors: Tensor) -> Any:
-            for at in self.inputs:
-                self.static[at].copy_(tensors[at])
-            return self.run(*self.static)
-
-    monkeypatch.setattr(module, "CapturedGraph", Graph)
-    schedule, expected = cells.schedule("scattered", 3, captured=True), cells.expected()
-    assert list(captured_symptoms(cells, schedule, expected, range(5), runs=10)) == [""] * 10
-    assert (len(pools), len(set(pools))) == (6, 1)
-    wrong = list(captured_symptoms(cells, schedule, expected[::-1], range(1), runs=2))
-    assert wrong == ["seed 0: wrong numbers for arguments 0", "seed 0: wrong numbers for arguments 1"]

@@ -119,6 +119,18 @@ def test_a_returned_view_of_an_argument_is_an_ordinary_tensor_in_inference_mode(
     assert first.untyped_storage()._cdata == argument.untyped_storage()._cdata
 
 
+def test_a_view_may_have_another_dtype() -> None:
+    converter = converter_of()
+    buffer = SimpleNamespace(get_name=lambda: "buf0", get_dtype=lambda: torch.float32, get_offset=lambda: 0)
+    converter._record_allocation(buffer, converter.gm.graph.placeholder("x"))
+    layout = SimpleNamespace(size=[2], stride=[1], offset=1, dtype=torch.int32)
+    converter._generate_reinterpret_helper(buffer, SimpleNamespace(get_name=lambda: "buf1"), layout)
+    converter._generate_outputs = lambda: converter.buffer_to_node["buf1"]  # type: ignore[method-assign, return-value]
+    argument = torch.tensor([1.0, 0.5, 0.25])
+    (result,) = generated(converter)(argument)
+    assert torch.equal(result, argument[1:].view(torch.int32))
+
+
 def test_a_view_that_is_mutated_or_of_a_buffer_stays_as_it_is() -> None:
     converter = converter_of()
     x = converter.gm.graph.placeholder("x")

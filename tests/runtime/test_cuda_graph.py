@@ -332,30 +332,6 @@ def chain(weight: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     return (x,)
 
 
-def integers(seed: int, *shape: int) -> Tensor:
-    return torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(seed)).float().to(GPU)
-
-
-@pytest.mark.gpu
-def test_two_graphs_side_by_side_compute_what_they_do_alone() -> None:
-    """200 times, each on a stream of its own: they share weights, but no memory that either writes."""
-    weight = integers(0, SIZE, SIZE)
-    inputs = [integers(seed, SIZE, SIZE) for seed in range(1, 5)]
-    expected = [chain(weight, x)[0] for x in inputs]
-    graphs = [captured(chain, weight, inputs[0], bound=[0], device=GPU) for _ in range(2)]
-    streams = [torch.cuda.Stream(GPU) for _ in graphs]
-    torch.cuda.synchronize()
-    wrong = torch.zeros(2, device=GPU)
-    torch.cuda.synchronize()
-    for turn in range(200):
-        for at, (graph, stream) in enumerate(zip(graphs, streams, strict=True)):
-            with torch.cuda.stream(stream):
-                (output,) = graph(weight, inputs[(turn + at) % 4])
-                wrong[at] += (output != expected[(turn + at) % 4]).any()
-    torch.cuda.synchronize()
-    assert wrong.tolist() == [0, 0]
-
-
 @pytest.mark.gpu
 def test_random_graphs_side_by_side_generate_the_numbers_that_they_do_in_turn() -> None:
     """Each first computes for long, so that the other gets its seed and offset before it generates numbers."""

@@ -18,11 +18,9 @@ from autostream.scheduling.releases import place_releases
 from tests.runtime.programs import (
     MODELS,
     Case,
-    Towers,
     case_of,
     fused_case,
     random_schedule,
-    same,
     sample,
     schedule_of,
 )
@@ -252,42 +250,6 @@ def test_the_arena_lives_until_all_streams_have_joined() -> None:
     assert len([target for target in targets if target.startswith("place(")]) == len(schedule.arena.offsets) == 6
     assert targets[-1] == "release(arena)"
     assert any(target.startswith("wait(lanes, 0") for target in targets[:-1])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(4))
-def test_on_cuda_streams_the_bits_are_those_of_sequential_execution(seed: int) -> None:
-    torch.manual_seed(0)
-    model = Towers(towers=6, layers=4, width=256).cuda()
-    case = case_of(model, torch.randn(64, 256, device="cuda"))
-    expected, _ = case.expected()
-    module = lowered(case, random_schedule(case.graph, 4, seed))
-    caller = torch.cuda.Stream()
-    caller.wait_stream(torch.cuda.current_stream())
-    with torch.no_grad(), torch.cuda.stream(caller):
-        for _ in range(20):
-            with streams.restored("cuda:0"):
-                results = module(*case.tensors)
-            assert torch.cuda.current_stream() == caller
-            assert same(results, expected)
-
-
-@pytest.mark.gpu
-def test_a_lowered_graph_can_be_captured_closing_fence_included() -> None:
-    case = case_of(model_of_a_diamond, torch.randn(1024, device="cuda"))
-    launches = [Launch("relu", 0), Launch("sin", 1, ("relu",)), Launch("cos", 0), Launch("add", 0, ("sin",))]
-    module = lowered(case, schedule_of(launches))
-    assert any(line.startswith("joined") for line in written(module))
-    expected, _ = case.expected()
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    capture = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
-    with torch.no_grad(), capture, streams.restored("cuda:0"):
-        results = module(*case.tensors)
-    for _ in range(3):
-        results[0].zero_()
-        graph.replay()
-        assert same(results, expected)
 
 
 def list_of_an_output_and_another(x: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from autostream.runtime import streams
 from autostream.runtime.input_buffers import BufferTable, InputBuffers, Memory, new_memory
 from autostream.runtime.transfer import Transfer
 from tests.make_believe import GPU, Device
@@ -164,21 +163,3 @@ def test_on_a_gpu_expanded_and_trained_tensors_arrive_as_they_are() -> None:
     for taken, tensor in zip(Transfer(tensors, gpu).take(), tensors, strict=True):
         torch.testing.assert_close(taken, tensor.to(gpu))
         assert taken.requires_grad == tensor.requires_grad
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("late", ["copies", "work"])
-def test_on_a_gpu_nothing_is_read_or_overwritten_early(late: str) -> None:
-    """A kernel spins before each copy, or before each use, while memory is reused."""
-    gpu = torch.device("cuda", torch.cuda.current_device())
-    shape, seen = (1 << 20,), []
-    for value in range(20):
-        with torch.cuda.stream(streams.copy_stream(gpu.index)) if late == "copies" else torch.cuda.device(gpu):
-            torch.cuda._sleep(1_000_000)
-        transfer = Transfer([torch.full(shape, float(value)).pin_memory()], gpu)
-        (taken,) = transfer.take()
-        if late == "work":
-            torch.cuda._sleep(1_000_000)
-        seen.append(taken.amin() + taken.amax())
-        del taken
-    assert [each.item() for each in seen] == [2.0 * value for value in range(20)]
