@@ -120,6 +120,13 @@ def test_only_the_policies_and_streams_that_are_asked_for_are_tried(
     assert [each.schedule.launches for each in candidates(given=priced(graph_of(())), **options)] == [()]
 
 
+@pytest.mark.parametrize(("cores", "streams"), [(1, 1), (3, 2), (64, 3)])
+def test_a_cpu_has_no_more_streams_than_cores(cores: int, streams: int) -> None:
+    """There are three branches."""
+    given = priced(replace(BRANCHES, device="cpu"), profile_with(multiprocessors=cores))
+    assert max(each.schedule.streams for each in candidates(capture=False, given=given)) == streams
+
+
 def test_the_search_finds_schedules_that_other_policies_do_not() -> None:
     """List scheduling puts 30 + 20 + 20 µs on one of two streams; 30 + 30 beside 20 + 20 + 20 are found by search."""
     graph = graph_of((), names="abcde")

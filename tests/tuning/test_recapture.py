@@ -112,3 +112,9 @@ def test_a_graph_that_cannot_be_captured_again_stays_in_its_pool_for_a_reason(fa
     joined = captured_into_pool(tuned(third), [t(2)], pools).selection.execution
     assert isinstance(joined, Graph)
     assert joined.pool is (first, second)[pool].pool
+
+
+def test_an_uncaptured_program_needs_no_pool() -> None:
+    pools, uncaptured = GraphPools(), tuned(lambda x: (x,))
+    assert captured_into_pool(uncaptured, [t(2)], pools) is uncaptured
+    assert not pools
