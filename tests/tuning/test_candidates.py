@@ -124,7 +124,7 @@ def test_only_the_policies_and_streams_that_are_asked_for_are_tried(
 def test_a_cpu_has_no_more_streams_than_cores(cores: int, streams: int) -> None:
     """There are three branches."""
     given = priced(replace(BRANCHES, device="cpu"), profile_with(multiprocessors=cores))
-    assert max(each.schedule.streams for each in candidates(capture=False, given=given)) == streams
+    assert max(each.schedule.streams for each in candidates(given=given)) == streams
 
 
 def test_the_search_finds_schedules_that_other_policies_do_not() -> None:
