@@ -31,11 +31,6 @@ def test_adjacent_ops_and_empty_slices_do_not_overlap() -> None:
     assert longest_overlaps(Timeline((Slice("a", 0, 0.0, 2.0), Slice("mark", 0, 1.0, 1.0))), most=9) == ()
 
 
-def test_concurrency_is_the_time_of_each_number_of_ops() -> None:
-    assert concurrency(DRAWN) == {1: 5.0, 2: 4.0, 3: 1.0}
-    assert concurrency(Timeline((Slice("a", 0, 0.0, 1.0), Slice("b", 0, 3.0, 4.0)))) == {0: 2.0, 1: 2.0}
-
-
 def test_demands_are_the_sums_of_shares() -> None:
     costs = {name: OpCost(1.0, 0.5, 0.25, "roofline") for name in "abcd"}
     marked = Timeline((*DRAWN.slices, Slice("mark", 0, 1.0, 1.0), Slice("c", 0, 1.0, 1.0)))

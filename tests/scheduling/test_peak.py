@@ -88,16 +88,6 @@ def timeline(times: dict[str, tuple[float, float]]) -> Timeline:
     return Timeline(tuple(Slice(name, 0, *span) for name, span in times.items()))
 
 
-def test_the_footprint_of_a_diamond() -> None:
-    """The last user to end frees a: that is b, though c is later in program order. What ends frees memory at once."""
-    footprint = Footprint(DIAMOND)
-    assert footprint.freed_bytes(timeline(TIMES)) == {"a": 0, "b": 1024, "c": 0, "d": 2048}
-    assert footprint.live_bytes(timeline(TIMES)) == 3 * 1024
-    assert footprint.live_bytes(timeline({**TIMES, "d": (8.5, 10.0)})) == 4 * 1024
-    in_kib = [(at, size // 1024) for at, size in footprint.in_use(timeline(TIMES))]
-    assert in_kib == [(0, 1), (1, 2), (2, 3), (9, 3), (10, 1)]
-
-
 def test_the_footprint_of_the_prelude() -> None:
     """The prelude allocates m, of 4 KiB, which a fills: it stays to the end, unless the arena can hold it."""
     a = replace(DIAMOND.ops["a"], writes=frozenset("m"), allocates=frozenset())

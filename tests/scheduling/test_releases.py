@@ -96,17 +96,6 @@ def test_a_stream_waits_for_memory_that_became_free_long_ago(
     assert waits(waiting(graph, found, costs, least_bytes)) == waits(found), "no wait is added twice"
 
 
-def test_waits_that_others_imply_are_removed() -> None:
-    """Op e needs x; for memory b waits for y, which waits for x itself, so the join need not wait for y."""
-    graph = graph_of("a-b b-e x-y x-e", names="axybe", outputs="e")
-    streams, needs = {"x": 1, "y": 2}, {"x": (FORK,), "y": ("x",), "e": ("x",)}
-    launches = tuple(Launch(name, streams.get(name, 0), needs.get(name, ())) for name in "axybe")
-    found = waiting(graph, Schedule("by hand", 3, launches, ("y",)), costs_of(graph, {"a": 20.0, "b": 20.0}))
-    assert waits(found) == {"x": (FORK,), "y": ("x",), "b": ("y",)}
-    assert found.join_waits == ()
-    verify(graph, place_releases(graph, found))
-
-
 @pytest.mark.parametrize(("slack", "known"), [(0.0, {}), (0.7, {"z": "b"}), (0.9, {"y": "b", "z": "c"})])
 def test_launches_wait_for_more_memory_the_more_slack_they_use(slack: float, known: dict[str, str]) -> None:
     """At once, no memory is free that the copies could use; each would be in time later.

@@ -143,14 +143,3 @@ def test_without_a_graph_the_host_launches_ops_in_order() -> None:
     costs = {"a": cost(1.0), "b": cost(1.0), "c": cost(9.0), "d": cost(1.0)}
     found = spans(schedule, costs, profile_with(launch_us=4.0, dispatch_us=100.0), captured=False)
     assert [found[name] for name in "abcd"] == [(0.0, 1.0), (4.0, 5.0), (8.0, 17.0), (17.0, 18.0)]
-
-
-def test_edges_between_streams_grow_with_the_streams_in_use() -> None:
-    """Two streams: b starts 2.0 after a. With a third in use, each edge between streams costs 0.5 more."""
-    profile = profile_with(cross_stream_edge_us=2.0, fork_us=1.0, join_us=1.0, per_stream_us=0.5)
-    costs = dict.fromkeys("abc", cost(1.0))
-    two = plan(Launch("a", 0), Launch("b", 1, ("a",)), join=("b",))
-    assert simulate(two, costs, profile).makespan_us == 1 + 2 + 1 + 1
-    three = plan(Launch("a", 0), Launch("b", 1, ("a",)), Launch("c", 2, (FORK,)), join=("b", "c"))
-    assert spans(three, costs, profile)[JOIN] == (1 + 2.5 + 1 + 1.5,) * 2
-    assert spans(three, costs, profile)["c"] == (1.5, 2.5)

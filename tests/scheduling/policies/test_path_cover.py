@@ -15,22 +15,6 @@ from tests.scheduling.graphs import FREE, costs_of, graph_of, random_graphs
 NONE: frozenset[str] = frozenset()
 
 
-def test_a_diamond_is_two_paths() -> None:
-    """Op d is a path of its own.
-
-    a ─ b ─ c ─ e
-     └─── d ────┘
-    """
-    graph = graph_of("a-b a-d b-c c-e d-e", names="abcde")
-    assert minimum_path_cover(graph) == (("a", "b", "c", "e"), ("d",))
-    assignment = path_cover(graph, costs_of(graph), FREE, 4, NONE)
-    assert assignment.stream == {"a": 0, "b": 0, "c": 0, "d": 1, "e": 0}
-    assert assignment.decisions == (
-        Decision("", "2 streams", "2 paths hold every op, and no fewer do"),
-        Decision("d", "stream 1", "begins path 2 of 2"),
-    )
-
-
 @pytest.mark.parametrize(
     ("edges", "paths", "stream"),
     [
