@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import autostream
+from autostream.runtime.cuda_graph import CapturedGraph
 from autostream.runtime.partial_call import PartialCall
 from autostream.runtime.writes import storages_alive
 from tests.captures import Captures
@@ -53,10 +54,20 @@ class Net(nn.Module):
     ["new", "an input", "a view of an input", "a view of a weight", "an input written", "nothing of an input"],
 )
 @torch.no_grad()
-def test_replays_of_inputs_alone_return_what_the_model_does(returns: str, captures: Captures) -> None:
+def test_replays_of_inputs_alone_return_what_the_model_does(
+    returns: str, captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Aliases and writes to inputs included."""
     net = Net(returns).eval()
     fast = autostream.optimize(net)
+    inputs_only: list[bool] = []
+    launch_inputs = CapturedGraph.launch_inputs
+
+    def logged(graph: CapturedGraph, inputs: list[Tensor], tensors: tuple[Tensor, ...] = ()) -> list[Tensor | None]:
+        inputs_only.append(not tensors)
+        return launch_inputs(graph, inputs, tensors)
+
+    monkeypatch.setattr(CapturedGraph, "launch_inputs", logged)
     for number in range(3):
         x, y = torch.full((3, 4), float(number)), torch.ones(3, 4)
         ours, eager = y.clone(), y.clone()
@@ -64,3 +75,4 @@ def test_replays_of_inputs_alone_return_what_the_model_does(returns: str, captur
         torch.testing.assert_close((*outputs, ours), (*expected, eager))
         shared = outputs[1].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         assert shared is (returns in ("an input", "a view of an input"))
+    assert inputs_only[-1] is (returns not in ("a view of an input", "a view of a weight", "an input written"))
