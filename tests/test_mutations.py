@@ -42,7 +42,7 @@ def attacked(graphs: int) -> Findings:
 
 
 def test_random_schedules() -> None:
-    findings = attacked(16)
+    findings = attacked(24)
     assert not findings.faults, findings.faults[0]
     assert all(findings.counts[kind, verdict] for kind in KINDS for verdict in ("accepted", "rejected"))
     assert all(findings.counts[kind, "rejected, wrong numbers"] for kind in KINDS)
