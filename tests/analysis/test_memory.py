@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,20 @@ from tests.analysis.programs import Tape, aten, exported
 @pytest.fixture
 def tape() -> Tape:
     return Tape()
+
+
+def test_every_view_of_a_storage_holds_it(tape: Tape) -> None:
+    x = tape.input(2, 8)
+    sin = tape.call(aten.sin.default, x)
+    parts = tape.call(aten.split.Tensor, sin, 4, 1)
+    half = tape.call(operator.getitem, parts, 1)
+    turned = tape.call(aten.t.default, half)
+    mul_ = tape.call(aten.mul_.Tensor, turned, 2)
+    holders = (sin.name, parts.name, half.name, turned.name, mul_.name)
+    assert analyze(tape.case([mul_]).program).storages == {
+        "in0": Storage("in0", Role.INPUT, 64, ("in0",)),
+        sin.name: Storage(sin.name, Role.INTERMEDIATE, 64, holders, escapes=True),
+    }
 
 
 def test_a_copy_that_may_be_a_view_occupies_both_storages(tape: Tape) -> None:
