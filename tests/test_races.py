@@ -26,6 +26,7 @@ from tests.mutations import Emulated, Findings, attack, changes_of, refusal
 from tests.runtime.programs import (
     MODELS,
     Case,
+    Inception,
     case_of,
     fused_case,
     random_assignment,
@@ -43,27 +44,6 @@ CHANGES = 8
 
 HARMLESS = ("storage moved", "'ones_like' must come after")
 """A product may be right in place, and ones are made of no number."""
-
-
-class Inception(nn.Module):
-    """Four branches over one input, as in GoogLeNet, with batch norms in training mode."""
-
-    def __init__(self, channels: int = 4) -> None:
-        super().__init__()
-        self.stem = self._block(channels, 1)
-        self.one = self._block(channels, 1)
-        self.three = nn.Sequential(self._block(channels, 1), self._block(channels, 3))
-        self.five = nn.Sequential(self._block(channels, 1), self._block(channels, 3))
-        self.pool = nn.Sequential(nn.MaxPool2d(3, 1, padding=1), self._block(channels, 1))
-
-    @staticmethod
-    def _block(channels: int, size: int) -> nn.Module:
-        convolution = nn.Conv2d(channels, channels, size, padding=size // 2, bias=False)
-        return nn.Sequential(convolution, nn.BatchNorm2d(channels), nn.ReLU(inplace=True))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        return torch.cat([self.one(x), self.three(x), self.five(x), self.pool(x)], dim=1)
 
 
 class Drops(nn.Module):

@@ -230,6 +230,27 @@ class Towers(nn.Module):
         return torch.stack([tower(x) for tower in self.towers]).sum(0)
 
 
+class Inception(nn.Module):
+    """Four branches over one input, as in GoogLeNet, with batch norms in training mode."""
+
+    def __init__(self, channels: int = 4) -> None:
+        super().__init__()
+        self.stem = self._block(channels, 1)
+        self.one = self._block(channels, 1)
+        self.three = nn.Sequential(self._block(channels, 1), self._block(channels, 3))
+        self.five = nn.Sequential(self._block(channels, 1), self._block(channels, 3))
+        self.pool = nn.Sequential(nn.MaxPool2d(3, 1, padding=1), self._block(channels, 1))
+
+    @staticmethod
+    def _block(channels: int, size: int) -> nn.Module:
+        convolution = nn.Conv2d(channels, channels, size, padding=size // 2, bias=False)
+        return nn.Sequential(convolution, nn.BatchNorm2d(channels), nn.ReLU(inplace=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return torch.cat([self.one(x), self.three(x), self.five(x), self.pool(x)], dim=1)
+
+
 class Normalized(nn.Module):
     """Two branches through one batch norm in training mode: three buffers are written twice."""
 
