@@ -808,10 +808,7 @@ def test_strict_raises_where_it_would_fall_back(name: str) -> None:
             r"example input 0 is on meta, the model on cpu: use .to\('cpu'\)",
         ),
         (lambda: autostream.optimize(Net().to("meta"), t(3, 4)), r"example input 0 is on cpu, the model on meta"),
-        (
-            lambda: autostream.optimize(Net(), t(3, 5)),
-            "itself fails .*shapes cannot be multiplied",
-        ),
+        (lambda: autostream.optimize(Net(), t(3, 5)), "itself fails .*shapes cannot be multiplied"),
     ],
 )
 def test_bad_input_is_named_in_one_line(call: Callable[[], Any], message: str) -> None:

@@ -500,10 +500,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "it returns an object": (partial(Returning, 4, 4), "forward and backward"),
     "it holds a tensor": (Unregistered, "forward and backward"),
     "it sets an attribute in its first call": (partial(Configured, 4, 4), "forward and backward"),
-    "it writes to its input": (
-        lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)),
-        "forward and backward",
-    ),
+    "it writes to its input": (lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)), "forward and backward"),
     "Module-level backwards hooks": (hooked, "plain"),
     "leaves its backward nothing": (Recurrent, "plain"),
 }
@@ -730,9 +727,7 @@ class Counts(nn.Linear):
 
 
 @pytest.mark.parametrize("back", [Tensor.sum, Tensor.mean, lambda y: (y * torch.ones_like(y)).sum()])
-def test_an_output_whose_shape_depends_on_data(
-    back: Callable[[Tensor], Tensor],
-) -> None:
+def test_an_output_whose_shape_depends_on_data(back: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     ours = Counts(4, 4)
     theirs, fast = copy.deepcopy(ours), autostream.optimize(ours, policy="critical_path")

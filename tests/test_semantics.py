@@ -375,10 +375,7 @@ SPLIT: Mapping[str, tuple[Callable[[], Case], str]] = {
         lambda: case(Model(raises_at_positive_sums), t(3)),
         "Python branches on",
     ),
-    "an exception after a graph break": (
-        lambda: case(Model(writes_breaks_and_raises), t(2, 3).abs()),
-        "",
-    ),
+    "an exception after a graph break": (lambda: case(Model(writes_breaks_and_raises), t(2, 3).abs()), ""),
     "a result that is given other memory": (lambda: case(Model(gives_a_result_other_memory), t(3)), "data"),
 }
 

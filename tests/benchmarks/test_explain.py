@@ -20,11 +20,7 @@ def test_each_conclusion_stands_beside_a_measurement() -> None:
     """18 µs of work on half of the bandwidth, 12 of it in line."""
     assert claims(replace(REPORT, level="inductor"), LARGER, UNFUSED) == [
         ("it takes 13.0 µs", "14.0 µs: the prediction is -7% off", "holds"),
-        (
-            "streams give at most 1.50×: 4 ops are in line, each of which needs the one before",
-            "1.50× over 2",
-            "holds",
-        ),
+        ("streams give at most 1.50×: 4 ops are in line, each of which needs the one before", "1.50× over 2", "holds"),
         (
             "one after the other, the ops keep 50% of the device busy: 8 times the work fits in 4.0×",
             "batch 8 takes 3.0× the time of batch 1",

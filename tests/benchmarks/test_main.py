@@ -270,12 +270,7 @@ def test_what_goes_wrong_is_stored_and_told_and_the_rest_goes_on(
     ],
 )
 def test_bad_input_is_one_line(
-    lab: Lab,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    argv: str,
-    said: str,
+    lab: Lab, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: str, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -12,15 +12,7 @@ import torch
 
 from autostream.costs.device import profile_named
 from benchmarks import planning
-from benchmarks.planning import (
-    STAGES,
-    chained,
-    exponent,
-    main,
-    planned,
-    scheduled,
-    scheduled_alone,
-)
+from benchmarks.planning import STAGES, chained, exponent, main, planned, scheduled, scheduled_alone
 
 BOUNDED = ["sequential", "critical_path", "path_cover"]
 """Policies that take no time that they are given."""

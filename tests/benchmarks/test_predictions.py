@@ -32,9 +32,7 @@ BRANCHY = row(
     line("critical_path", 100.0, 90.0, 150.0, chosen=True),
 )
 CHAIN = row(
-    "chain:1",
-    line("sequential", 50.0, 55.0, 40.0, chosen=True),
-    line("critical_path", 60.0, 60.0, 60.0, chosen=False),
+    "chain:1", line("sequential", 50.0, 55.0, 40.0, chosen=True), line("critical_path", 60.0, 60.0, 60.0, chosen=False)
 )
 
 

@@ -10,15 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness.inference import Subject
 from benchmarks.harness.training import TrainingSubject
-from benchmarks.zoo import (
-    INFERENCE,
-    OPTIMIZERS,
-    TRAINING,
-    TrainingWorkload,
-    Workload,
-    prepare,
-    prepare_training,
-)
+from benchmarks.zoo import INFERENCE, OPTIMIZERS, TRAINING, TrainingWorkload, Workload, prepare, prepare_training
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
 

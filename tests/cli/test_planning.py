@@ -116,10 +116,7 @@ def test_answers_are_about_the_ops_that_are_chosen(
         ("inspect net.py:Diamond --colour", "unrecognized arguments: --colour"),
         ("inspect no_such:f", "cannot import 'no_such': ModuleNotFoundError: No module named 'no_such'"),
         ("inspect net.py:Diamond", "net.py:Diamond comes without example inputs: give each one as --input"),
-        (
-            "inspect net.py:Diamond --input 1x64 --input 1",
-            "net.py:Diamond: Diamond.forward does not take 2 inputs: ",
-        ),
+        ("inspect net.py:Diamond --input 1x64 --input 1", "net.py:Diamond: Diamond.forward does not take 2 inputs: "),
         ("inspect net.py:with_inputs --device gpu", "there is no profile named 'gpu': use one of h200"),
         ("schedule net.py:with_inputs --device missing.json", "missing.json cannot be read (FileNotFoundError: "),
         ("inspect net.py:with_inputs --policy fast", 'policy=\'fast\' is not allowed: use "auto" or "sequential"'),

@@ -105,14 +105,8 @@ def test_a_file_elsewhere_can_import_its_neighbours(models: Path, tmp_path: Path
             "my_models:number returned a int: a factory returns a module, (module, args) or (step",
         ),
         ("my_models:no_tuple", "my_models:no_tuple returned a tuple: a factory returns"),
-        (
-            "my_models:takes_one",
-            "my_models:takes_one does not take 0 inputs: missing a required argument: 'x'",
-        ),
-        (
-            "my_models:leaves",
-            "my_models:leaves failed: SystemExit: usage: ... (my_models.py",
-        ),
+        ("my_models:takes_one", "my_models:takes_one does not take 0 inputs: missing a required argument: 'x'"),
+        ("my_models:leaves", "my_models:leaves failed: SystemExit: usage: ... (my_models.py"),
     ],
 )
 def test_a_target_that_cannot_be_used_is_told_in_one_line(models: Path, target: str, said: str) -> None:

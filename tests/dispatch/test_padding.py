@@ -311,9 +311,7 @@ def test_trials_take_nothing_from_an_iterator_and_a_generator_prevents_them() ->
         lambda s, x: nn.functional.pad(x, [0, max(0, 6 - len(x))]),
     ],
 )
-def test_outputs_that_stop_growing_at_some_length_are_not_cut(
-    forward: Callable[..., Any],
-) -> None:
+def test_outputs_that_stop_growing_at_some_length_are_not_cut(forward: Callable[..., Any]) -> None:
     """They stop at 6 of 8: lengths of 6 and more alone, or of 5, do not show it. The first call decides."""
     for rows in ((5, 6, 7), (6, 5, 7), (7, 5, 6)):
         dispatch = over(forward, value=float("-inf"))

@@ -59,9 +59,7 @@ def test_correct_calls_return_what_they_do_otherwise(monkeypatch: pytest.MonkeyP
 
 @torch.no_grad()
 @pytest.mark.usefixtures("paranoid")
-def test_a_schedule_with_wrong_outputs_raises(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_schedule_with_wrong_outputs_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = autostream.optimize(nn.Linear(4, 4), torch.ones(2, 4))
     fast(torch.ones(2, 4))
     monkeypatch.setattr(

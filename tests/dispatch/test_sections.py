@@ -340,9 +340,7 @@ def test_random_modules_are_the_same_over_several_devices(module: RandomModule, 
 
     with pytest.MonkeyPatch.context() as patch:
         scattered = partial(
-            over_devices,
-            devices=lambda op: f"cuda:{number(op) // 7 % 3}",
-            copies=lambda op: number(op) % one_in == 0,
+            over_devices, devices=lambda op: f"cuda:{number(op) // 7 % 3}", copies=lambda op: number(op) % one_in == 0
         )
         let_be_cut(patch, lambda op: number(op) % 11 == 0, scattered)
         check(module, {}, CALL_SEQUENCES[turns])

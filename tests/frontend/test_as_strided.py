@@ -36,10 +36,7 @@ REFUSED: dict[str, tuple[Forward, tuple[Tensor, ...]]] = {
     "gaps": (lambda _, x: x.as_strided((2, 2), (1, 2)) + 1, (torch.randn(8)[::2],)),
     "behind": (lambda _, x: x.as_strided((4,), (1,)) + 1, (torch.randn(4)[:2],)),
     "before": (lambda _, x: x.as_strided((2,), (1,), 0) + 1, (torch.randn(4)[2:],)),
-    "gaps of a written input": (
-        lambda _, x: x.relu_()[:2].as_strided((2, 2), (1, 2)) + 1,
-        (torch.randn(8)[::2],),
-    ),
+    "gaps of a written input": (lambda _, x: x.relu_()[:2].as_strided((2, 2), (1, 2)) + 1, (torch.randn(8)[::2],)),
     "gaps of a view": (lambda _, x: x[1:].as_strided((2,), (1,)) + 1, (torch.randn(8)[::2],)),
     "a copy of gaps": (lambda _, x: torch.as_strided_copy(x, (2, 2), (1, 2)), (torch.randn(8)[::2],)),
 }

@@ -17,15 +17,7 @@ from autostream.reporting.summary import summarize, summary_of
 from autostream.scheduling.policies.sequential import one_stream
 from autostream.scheduling.simulate import run_us, simulate
 from benchmarks.stamp import RESULTS
-from tests.reporting.reports import (
-    CHOSEN,
-    COSTS,
-    DIAMOND,
-    GRAPHED,
-    PLAIN,
-    REFUSED,
-    REPORT,
-)
+from tests.reporting.reports import CHOSEN, COSTS, DIAMOND, GRAPHED, PLAIN, REFUSED, REPORT
 from tests.scheduling.graphs import costs_of, graph_of, planned, profile_with
 
 NEAR = profile_with(same_stream_edge_us=1.0, cross_stream_edge_us=1.0)

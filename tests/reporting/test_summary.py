@@ -8,16 +8,7 @@ import pytest
 
 from autostream.reporting.summary import baselines, gain, summarize
 from autostream.scheduling.lost_time import Chain
-from tests.reporting.reports import (
-    CHOSEN,
-    COSTS,
-    DIAMOND,
-    GRAPHED,
-    PLAIN,
-    REFUSED,
-    REPORT,
-    UNCAPTURED,
-)
+from tests.reporting.reports import CHOSEN, COSTS, DIAMOND, GRAPHED, PLAIN, REFUSED, REPORT, UNCAPTURED
 from tests.scheduling.graphs import costs_of, graph_of, profile_with
 
 FREE = profile_with()

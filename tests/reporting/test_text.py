@@ -9,15 +9,7 @@ from autostream.ir import Candidate, Decision, Limit, Schedule, Timeline
 from autostream.reporting.ops import Selection
 from autostream.reporting.report import Report
 from autostream.reporting.text import answers, render, summary
-from tests.reporting.reports import (
-    CHOSEN,
-    DIAMOND,
-    GRAPHED,
-    PLAIN,
-    REFUSED,
-    REPORT,
-    with_source,
-)
+from tests.reporting.reports import CHOSEN, DIAMOND, GRAPHED, PLAIN, REFUSED, REPORT, with_source
 from tests.scheduling.graphs import graph_of
 
 
