@@ -175,18 +175,7 @@ def strike(
     make_fault: Callable[[], BaseException],
     runs: Iterable[int],
 ) -> int:
-    """Let an op raise in one of its runs while a model is prepared, in another run each time; check the consequences.
-
-    Args:
-        model: has a :func:`risky` op.
-        x: its input.
-        options: to optimize it with.
-        make_fault: makes what the op raises.
-        runs: of the op, until there are fewer.
-
-    Returns:
-        How often the op raised.
-    """
+    """Let an op raise in one of its runs while a model is prepared, in another each time; count the errors."""
     struck = 0
     for run in runs:
         fast, before = optimize(model, **options), Surroundings(model)

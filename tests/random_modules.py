@@ -118,11 +118,7 @@ RESULTS = _several("""
 
 
 class RandomModule:
-    """A module and inputs for it.
-
-    Args:
-        source: defines a class ``Net`` and a function ``inputs``, which returns positional and keyword arguments.
-    """
+    """Source of a class ``Net``, and of a function ``inputs`` that returns positional and keyword arguments."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -380,17 +376,7 @@ def check(
 ) -> Counter[str]:
     """Call a module and its optimized self; all that can be observed must be the same, at once and in the end.
 
-    Values, random ones too, differ between calls.
-
-    Args:
-        module: to call.
-        options: to optimize with.
-        calls: how to call it.
-        device: of both.
-        tolerance: relative and absolute.
-
-    Returns:
-        The modes of its signatures, or why there is no schedule, each with its count.
+    Values, random ones too, differ between calls. Returns how often each mode occurs, or reason to have no schedule.
     """
     records = any(mode is torch.enable_grad for mode, _ in calls)
     if records:  # AOTAutograd merges common subexpressions, and adds up gradients in another order

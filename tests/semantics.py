@@ -109,18 +109,11 @@ CONFIGURATIONS: Mapping[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """What a caller can observe of a call.
-
-    Attributes:
-        result: what was returned, or the type and the message of the exception.
-        world: the arguments and the model's tensors, after the call.
-        relations: which of all these tensors are the same object, and which share memory.
-        gradients: of all these tensors, after a backward from the results, where gradients are recorded.
-        generators: states of the random generators, after the call.
-    """
+    """What a caller can observe of a call."""
 
     result: Any
     world: Any
+    """Arguments and the model's tensors, afterwards."""
     relations: Sequence[tuple[int, int]]
     gradients: Sequence[Tensor | None]
     generators: tuple[object, ...]
@@ -163,13 +156,7 @@ def check_same(
 
 
 def same(ours: Any, theirs: Any, tolerance: float = 0.0) -> None:
-    """Check that two values have the same structure, types, numbers and layouts.
-
-    Args:
-        ours: one value.
-        theirs: the other one.
-        tolerance: of numbers in tensors, relative and absolute; with 0.0 they have to be equal to the bit.
-    """
+    """Check that two values have the same structure, types, layouts, and numbers: within a tolerance, or exactly."""
     assert type(ours) is type(theirs), (ours, theirs)
     if isinstance(ours, Tensor):
         _same_tensor(ours, theirs, tolerance)

@@ -109,16 +109,7 @@ class Uncheckable(Exception):  # noqa: N818 - nothing is wrong
 
 @dataclass
 class Subject:
-    """A model under test.
-
-    Attributes:
-        name: of its workload.
-        level: of its kernels, ``"eager"`` or ``"inductor"``.
-        workload: makes inputs for it.
-        model: the eager model.
-        fast: the optimized model.
-        examples: of calls with the current weights, by batch size.
-    """
+    """A model under test."""
 
     name: str
     level: str
@@ -136,11 +127,7 @@ class Subject:
         return tuple(x.to(parameter.device, parameter.dtype if x.is_floating_point() else x.dtype) for x in inputs)
 
     def at(self, batch: int) -> list[Example]:
-        """Two calls of this batch size, with the eager model's results.
-
-        Raises:
-            Uncheckable: no results could be compared with these.
-        """
+        """Two calls of this batch size, with the eager model's results."""
         if batch not in self.examples:
             inputs = [self.inputs(batch, seed) for seed in (0, 1)]
             try:
@@ -161,15 +148,7 @@ class Failure:
 
 
 class Round:
-    """A dozen random actions on models.
-
-    Args:
-        choose: source of all choices.
-        device: of the models.
-        seconds_left: returns the time left.
-        calls: counts the calls of optimized models.
-        names: of workloads to choose from.
-    """
+    """A dozen random actions on models."""
 
     def __init__(
         self,
@@ -190,11 +169,7 @@ class Round:
             yield name, getattr(self, name)
 
     def fates(self) -> Iterator[str]:
-        """The mode and the refusals of each signature that is still cached.
-
-        Raises:
-            AssertionError: a signature could not be scheduled.
-        """
+        """The mode and the refusals of each signature that is still cached."""
         for subject in self.subjects:
             for report in subject.fast.reports:
                 reasons = [refusal.reason for refusal in report.refusals]
@@ -449,17 +424,7 @@ def memory(device: torch.device) -> Memory:
 
 @dataclass
 class Soak:
-    """Rounds and their results.
-
-    Attributes:
-        device: of the models.
-        seed: of all choices.
-        names: of workloads to choose from.
-        actions: how often each was done.
-        fates: counts of the modes and refusals of signatures at the end of rounds.
-        failures: wrong results and errors.
-        memories: in use after each round.
-    """
+    """Rounds and their results."""
 
     device: torch.device
     seed: int

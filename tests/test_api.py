@@ -855,26 +855,3 @@ def test_an_unknown_setting_of_inductor_is_refused(kernels: str) -> None:
     fast = autostream.optimize(Net(), t(3, 4), inductor_options={"max_autotune": True})
     assert modes(fast) == ["one stream"]
     assert "inductor_options are not used" in reasons(fast)
-
-
-class Middle(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-
-    def middle(self, x: Tensor) -> Tensor:
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.middle(self.layer(x))
-
-
-@torch.no_grad()
-def test_a_forward_that_is_replaced_in_a_class_takes_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in ``torch.compile``, which does not guard other methods of a class either."""
-    model, x = Middle(), torch.randn(3, 4)
-    fast = autostream.optimize(model, policy="sequential")
-    torch.testing.assert_close(fast(x), model(x))
-    monkeypatch.setattr(Middle, "forward", lambda self, x: 3 * self.layer(x))
-    torch.testing.assert_close(fast(x), model(x))
-    assert len(fast.reports) == 2

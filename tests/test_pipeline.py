@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autostream import pipeline
 from autostream.costs.device import profile_named, profile_of
-from autostream.errors import FusionError, OptionError, TargetError, TraceError
+from autostream.errors import FusionError, OptionError, TargetError
 from autostream.ir import Decision, DeviceProfile, OpGraph, Program
 from autostream.options import Options
 from autostream.pipeline import lowered, plan, price_program, program_of
@@ -244,15 +244,6 @@ def test_keyword_arguments_are_planned_with() -> None:
     assert report.graph is not None
     assert len(report.graph.ops) == 2
     assert "2x8:float32 on cuda:0, 8:float32 on cuda:0" in report.signature, "where it is planned for"
-
-
-def test_a_model_that_cannot_be_traced_is_refused() -> None:
-    class Branches(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + 1 if x.sum() > 0 else x
-
-    with pytest.raises(TraceError):
-        dry_run(Branches())
 
 
 def test_a_copy_from_the_host_overlaps_with_independent_ops() -> None:

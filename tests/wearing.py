@@ -118,15 +118,7 @@ def check_calls(
     plainly: Callable[[nn.Module], Callable[[Tensor], Any]] = lambda model: model,
     tolerance: float = 0.0,
 ) -> None:
-    """Compare all calls that are left with the eager model's: outputs, and state afterwards.
-
-    Args:
-        make: makes the function to call.
-        model: with so many calls left.
-        left: the number of calls.
-        plainly: makes a function that does the same without autostream.
-        tolerance: as of :func:`~tests.semantics.same`.
-    """
+    """Compare all calls that are left with the eager model's: outputs, and state afterwards."""
     device = next(model.parameters()).device.type
     other = copy.deepcopy(model)
     ours, theirs = make(model), plainly(other)

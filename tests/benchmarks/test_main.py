@@ -20,15 +20,7 @@ from tests.benchmarks.results import result as made
 
 
 class Lab:
-    """In the place of measuring: notes what is asked for and answers at once, as told.
-
-    Attributes:
-        asked: workload and modes of each comparison.
-        timeouts: of each comparison.
-        others: outcomes by workload, where they are not that all modes are fine.
-        now: the clock, on which a comparison takes 40 seconds.
-        stamp: of all rows.
-    """
+    """In the place of measuring: notes what is asked for and answers at once, as told."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, tuple[str, ...]]] = []

@@ -36,25 +36,6 @@ def test_compare_fails_if_more_was_lost_than_is_allowed(model: str, us: float, f
     assert compare(measured(4.0), measured(us), *flags) == code
 
 
-def test_compare_shows_both_and_what_changed(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    assert compare(measured(4.0), measured(5.0)) == 1
-    title, _, _, row = capsys.readouterr().out.splitlines()
-    assert title == "net, as times the speed of eager: cpu with torch 2.11.0, then cpu with torch 2.11.0"
-    assert row.split() == ["autostream", "2.000×", "1.600×", "-20.0%", "worse"]
-    assert compare(measured(4.0), measured(5.0), "--json") == 1
-    assert json.loads(capsys.readouterr().out)["changes"] == [
-        {"mode": "autostream", "before": 2.0, "after": 1.6, "change": pytest.approx(-0.2), "status": "ok"}
-        | {"noisy": False, "worse": True}
-    ]
-
-
-def test_a_mode_that_has_no_time_any_more_is_worse(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    broken = measured(4.0)
-    broken["cells"]["autostream"] = {"status": "wrong", "reason": "told so"}  # type: ignore[index]
-    assert compare(measured(4.0), broken) == 1
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["autostream", "2.000×", "–", "worse,", "wrong"]
-
-
 @pytest.mark.parametrize(
     ("after", "said"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from typing import Any
 
@@ -252,32 +251,6 @@ def test_sparse_inputs_run_eagerly_and_static_inputs_without_a_capture_are_the_a
     assert dispatch.lowered(sparse) is None
     with pytest.raises(TraceError, match="layout"):
         dispatcher(nn.ReLU(), strict=True).static_inputs(sparse)
-
-
-@torch.no_grad()
-def test_the_graph_that_runs_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model(lambda s, x: x.sin() + x.cos() * x.exp())
-    graph = dispatcher(model, **CONFIGURATIONS["scattered"](monkeypatch)).lowered(t(3))
-    assert graph is not None
-    assert "fork('cpu', " in graph.code
-
-
-def test_a_disabled_one_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
-    dispatch, x = dispatcher(Model(branches, layer=nn.Linear(4, 4)), strict=True), t(3, 4)
-    dispatch.prepare(x)
-    assert dispatch.static_inputs(x)[0][0] is x
-    assert dispatch.reports == ()
-
-
-@torch.no_grad()
-def test_it_is_pickled_without_schedules() -> None:
-    dispatch = dispatcher(nn.Linear(4, 4), streams=2)
-    dispatch(t(3, 4))
-    copied = pickle.loads(pickle.dumps(dispatch))
-    assert copied.options == dispatch.options
-    assert copied.reports == ()
-    same(copied(t(3, 4)), dispatch(t(3, 4)))
 
 
 @torch.inference_mode()

@@ -20,7 +20,7 @@ from autostream.dispatch import padding
 from autostream.dispatch.padding import PaddingDispatcher
 from autostream.errors import TargetError
 from autostream.frontend.buckets import Bucket
-from autostream.frontend.trial import Tried, tried
+from autostream.frontend.trial import tried
 from autostream.options import Options
 from tests.semantics import Model, same
 
@@ -181,21 +181,6 @@ def test_an_output_that_is_an_input_without_padding_stays_that_input() -> None:
     assert ours.data_ptr() == x.data_ptr()
     same(total, torch.full((3,), 3.0))
     assert not reasons(dispatch)
-
-
-@torch.no_grad()
-def test_it_is_tried_once_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    tries: list[tuple[int, ...]] = []
-
-    def watched(model: nn.Module, args: Any, kwargs: Any) -> Tried:
-        tries.append(args[0].shape)
-        return tried(model, args, kwargs)
-
-    monkeypatch.setattr("autostream.dispatch.padding.tried", watched)
-    dispatch = over(lambda s, x: x + 1)
-    for rows in (1, 2, 3, 6, 7, 1):
-        dispatch(torch.ones(rows))
-    assert tries == [(1,), (4,), (6,), (8,), (5,), (8,)], "the bucket above 4 with its shortest length as well"
 
 
 # What is not

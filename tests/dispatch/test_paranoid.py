@@ -97,12 +97,6 @@ def test_sparse_outputs_are_compared_too() -> None:
             compared(model, lambda other=sparse: (x * 2, other), [x], (x,), {})
 
 
-def test_a_wrong_value_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AUTOSTREAM_VERIFY", "always")
-    with pytest.raises(autostream.OptionError, match="AUTOSTREAM_VERIFY is 'always'"):
-        autostream.optimize(nn.Linear(4, 4))
-
-
 def wrong(change: Callable[[Counts, Tensor], None]) -> str:
     """The error of a call that has a side effect which the model does not have."""
     model, x = Counts(), torch.ones(3)

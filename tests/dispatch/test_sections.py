@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from autostream.dispatch import compiled_graph, sections
 from autostream.dispatch.dispatcher import Dispatcher
 from autostream.dispatch.sections import sections_of
 from autostream.frontend.trace import trace
-from autostream.ir import Op, Program
+from autostream.ir import Op, OpGraph, Program
 from autostream.options import Options
 from autostream.reporting.text import render
 from autostream.utils.stopwatch import Stopwatch
@@ -242,14 +241,6 @@ def test_an_input_may_alias_a_buffer_that_the_model_writes(monkeypatch: pytest.M
     assert {report.mode for report in fast.reports} == {"sections"}
 
 
-@settings(max_examples=10, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(module=random_modules(), turns=st.sampled_from(list(CALL_SEQUENCES)), one_in=st.sampled_from([2, 3, 5]))
-def test_random_modules_are_the_same_however_they_are_cut(module: RandomModule, turns: str, one_in: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        let_be_cut(patch, lambda op: sum(op.name.encode()) % one_in == 0)
-        check(module, {}, CALL_SEQUENCES[turns])
-
-
 def second_half(s: Model, x: Tensor) -> Tensor:
     """Two stages on two devices, with a skip connection between them."""
     skip = (x @ s.w).sin()
@@ -330,17 +321,23 @@ def test_a_program_over_two_devices_that_is_not_cut_runs_eagerly(
     assert "several devices (cuda:0, cuda:1)" in run.reports[0].refusals[0].reason
 
 
+def number(op: Op) -> int:
+    """As good as random, and the same each time."""
+    return sum(op.name.encode())
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one device", "several"])
 @settings(max_examples=10, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(module=random_modules(), turns=st.sampled_from(list(CALL_SEQUENCES)), one_in=st.sampled_from([2, 3, 5]))
-def test_random_modules_are_the_same_over_several_devices(module: RandomModule, turns: str, one_in: int) -> None:
-    """Ops are placed at random."""
-
-    def number(op: Op) -> int:
-        return sum(op.name.encode())
+def test_random_modules_are_the_same_however_they_are_cut(
+    several: bool, module: RandomModule, turns: str, one_in: int
+) -> None:
+    def scattered(graph: OpGraph) -> OpGraph:
+        return over_devices(graph, lambda op: f"cuda:{number(op) // 7 % 3}", lambda op: number(op) % one_in == 0)
 
     with pytest.MonkeyPatch.context() as patch:
-        scattered = partial(
-            over_devices, devices=lambda op: f"cuda:{number(op) // 7 % 3}", copies=lambda op: number(op) % one_in == 0
-        )
-        let_be_cut(patch, lambda op: number(op) % 11 == 0, scattered)
+        if several:
+            let_be_cut(patch, lambda op: number(op) % 11 == 0, scattered)
+        else:
+            let_be_cut(patch, lambda op: number(op) % one_in == 0)
         check(module, {}, CALL_SEQUENCES[turns])

@@ -12,8 +12,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 import autostream
-from autostream.errors import TraceError
-from autostream.frontend.aten import drop_weak_references, mode_of, program_of
+from autostream.frontend.aten import drop_weak_references, program_of
 from autostream.frontend.capture import capture
 from autostream.ir import Program, Role
 
@@ -55,52 +54,6 @@ def test_in_place_ops_stay_in_place_and_composite_ops_whole() -> None:
     assert "cache.index_copy_(0, position, layer(x))" in linear.meta["stack_trace"]
 
 
-@torch.no_grad()
-def test_constants_become_placeholders_and_views_of_one_storage_have_one_owner() -> None:
-    base = torch.ones(4)
-    made, constants = program(lambda x, y: x + y + torch.tensor([1.0, 2.0]), base[:2], base[2:], device="cuda:0")
-    constant, first, second = made.placeholders
-    assert constant.role is Role.CONSTANT
-    torch.testing.assert_close(constants[constant.target], torch.tensor([1.0, 2.0]))
-    assert first.storage == second.storage == first.name
-    assert made.device == "cuda:0"
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("inside", [False, True])
-def test_casts_of_autocast_are_ops(inside: bool) -> None:
-    """A program computes the same whatever is on when it runs."""
-    layer = nn.Linear(4, 4)
-
-    def cast(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
-            return layer(x)
-
-    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
-        made, _ = program(cast if inside else layer, torch.ones(1, 4))
-    assert "_to_copy.default" in targets(made)
-    assert not any("autocast" in target for target in targets(made))
-
-
-@torch.no_grad()
-def test_a_program_can_be_traced_at_other_shapes() -> None:
-    """As sections are, whose inputs may depend on data."""
-    made, _ = program(lambda x: x * 2, torch.ones(5))
-    for size in (3, 0):
-        again, _ = program_of(made.module, [(Role.INPUT, "0", torch.ones(size))])
-        (value,) = (node.meta["val"] for node in again.module.graph.find_nodes(op="placeholder"))
-        assert tuple(value.shape) == (size,)
-
-
-def test_a_graph_that_sets_a_default_is_refused() -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    graph.call_function(torch.set_default_dtype, (torch.float64,))
-    graph.output((x,))
-    with pytest.raises(TraceError, match="it sets default_dtype"):
-        program_of(fx.GraphModule(nn.Module(), graph), [(Role.INPUT, "0", torch.ones(2))])
-
-
 # Fake tensors
 
 
@@ -113,17 +66,6 @@ def graph_of(*examples: object) -> fx.GraphModule:
             node.meta["example_value"] = example
     graph.output(())
     return fx.GraphModule(nn.Module(), graph)
-
-
-def test_the_mode_of_a_graph_is_that_of_its_first_fake_input() -> None:
-    mode = FakeTensorMode()
-    fake = mode.from_tensor(torch.ones(2))
-    assert mode_of(graph_of(None, 3, torch.ones(2), fake, FakeTensorMode().from_tensor(torch.ones(2)))) is mode
-    assert mode_of(graph_of(None, 3, torch.ones(2))) is None
-    graph = fx.symbolic_trace(lambda x: x.sin())
-    (node,) = graph.graph.find_nodes(op="call_method", target="sin")
-    node.meta["example_value"] = fake
-    assert mode_of(graph) is None, "it is no input"
 
 
 def test_traced_tensors_may_be_swapped_once_weak_references_are_dropped() -> None:

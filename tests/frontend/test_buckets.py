@@ -21,9 +21,7 @@ from autostream.frontend.buckets import (
     cut,
     cuts_of,
     dynamic_dims_of,
-    narrowed,
     padded,
-    shorter,
     spans_of,
 )
 
@@ -32,10 +30,6 @@ LENGTH = Bucket("length", 8)
 
 def forward(tokens: Tensor, mask: Tensor | None = None, *rest: Tensor, scale: float = 1.0) -> None:
     """Arguments of all kinds."""
-
-
-def with_kwargs(x: Tensor, **named: Tensor) -> None:
-    """Takes any keyword."""
 
 
 def dims(dynamic: Any, function: Any = forward) -> tuple[DynamicDim, ...]:
@@ -82,14 +76,6 @@ def test_invalid_declarations_are_refused(dynamic: Any, message: str) -> None:
     assert str(raised.value).startswith(message)
 
 
-def test_positions_of_dynamic_arguments() -> None:
-    dynamic = {"mask": {1: LENGTH, 0: Bucket("batch", 4)}, "scale": {0: LENGTH}}
-    assert [(each.argument, each.position, each.dim) for each in dims(dynamic)] == [
-        ("mask", 1, 1), ("mask", 1, 0), ("scale", None, 0),
-    ]  # fmt: skip
-    assert [each.position for each in dims({"x": {0: LENGTH}, "other": {0: LENGTH}}, with_kwargs)] == [0, None]
-
-
 def test_dimensions_that_do_not_fill_a_bucket_are_padded() -> None:
     """An argument that is left out, or is ``None``, has no dimensions."""
     both = dims({"tokens": {0: Bucket("batch", 4), -1: LENGTH}})
@@ -124,30 +110,6 @@ def test_calls_that_cannot_be_padded_say_why(dynamic: Any, args: Any, message: s
     assert str(raised.value).startswith(message)
 
 
-def test_shorter_spans_have_one_dimension_with_the_shortest_length_of_its_bucket() -> None:
-    declared = dims({"tokens": {0: Bucket("rows", (4, 8)), 1: Bucket("length", (2, 4))}})
-    assert list(shorter(declared, {"rows": Span(7, 8), "length": Span(4, 4)})) == [
-        {"rows": Span(5, 8), "length": Span(4, 4)},
-        {"rows": Span(7, 8), "length": Span(3, 4)},
-    ]
-    assert list(shorter(declared, {"rows": Span(5, 8)})) == []
-    both = dims({"tokens": {0: Bucket("rows", 8), 1: Bucket("length", 8)}})
-    assert list(shorter(both, {"rows": Span(5, 8), "length": Span(7, 8)})) == [], "two equal spans are ambiguous"
-    assert list(shorter(dims({"tokens": {0: Bucket("rows", (8,))}}), {"rows": Span(3, 8)})) == [{"rows": Span(1, 8)}]
-
-
-def test_arguments_are_padded_with_their_values_and_narrowed() -> None:
-    x, mask = torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.bool)
-    dynamic = {"tokens": {1: Bucket("length", 8, -1)}, "mask": {-1: Bucket("length", 8, True)}, "scale": {0: LENGTH}}
-    (long,), named = padded(dims(dynamic), {"length": Span(2, 3)}, [x], {"mask": mask, "scale": None})
-    assert long.tolist() == [[1, 1, -1]]
-    assert named["mask"].tolist() == [[False, False, True]]
-    assert named["scale"] is None
-    assert (x.shape, mask.shape) == ((1, 2), (1, 2))
-    (short,), named = narrowed(dims(dynamic), {"length": Span(1, 3)}, [x], {"mask": mask})
-    assert (short.shape, named["mask"].shape) == ((1, 1), (1, 1))
-
-
 @settings(max_examples=30)
 @given(st.permutations([2, 3, 5]), st.integers(0, 2), st.sampled_from([-1.0, 0.0, 7.0]))
 def test_cutting_undoes_padding(shape: list[int], dim: int, value: float) -> None:
@@ -159,24 +121,3 @@ def test_cutting_undoes_padding(shape: list[int], dim: int, value: float) -> Non
     (back,) = cut([long], cuts, span)
     assert back.equal(x)
     assert back.stride() == x.stride()
-
-
-def test_outputs_are_cut_where_their_size_changes_with_padding() -> None:
-    """A size that merely equals a bucket's is not cut."""
-    spans = {"batch": Span(3, 4), "length": Span(5, 8)}
-    plain = [torch.ones(5, 3, 8), torch.ones(()), torch.ones(5)]
-    long = [torch.ones(8, 4, 8), torch.ones(()), torch.ones(5)]
-    assert [each.dims for each in cuts_of(plain, long, spans)] == [((0, "length"), (1, "batch")), (), ()]
-
-
-@pytest.mark.parametrize(
-    ("plain", "long", "message"),
-    [
-        ((6,), (8,), "dimension 0 of output 0 depends on n, and is not as long"),
-        ((2, 2), (2, 3), "dimension 1 of output 0 depends on n"),
-        ((3,), (4, 1), "output 0 has another number of dimensions"),
-    ],
-)
-def test_outputs_whose_size_is_not_a_padded_length_are_refused(plain: Any, long: Any, message: str) -> None:
-    with pytest.raises(NotPaddable, match=message):
-        cuts_of([torch.ones(plain)], [torch.ones(long)], {"n": Span(3, 4)})

@@ -14,93 +14,10 @@ from torch import Tensor, nn
 
 import autostream
 from autostream.errors import FastPathError, TraceError
-from autostream.frontend.capture import Capture, capture
+from autostream.frontend.capture import capture
 from autostream.frontend.dynamo import SETTINGS, compiling, errors_not_logged
-from tests.semantics import Model
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-def captured_of(model: Any, *args: Any, **kwargs: Any) -> Capture:
-    captured = capture(model, args, kwargs)
-    assert captured is not None
-    return captured
-
-
-@torch.no_grad()
-def test_inputs_say_whether_they_are_arguments() -> None:
-    layer, table = nn.Linear(2, 3), torch.ones(3)
-    captured = captured_of(lambda pair, plus: layer(pair[0]) * table + plus, (torch.ones(1, 2), 3), plus=torch.ones(3))
-    by_id = {id(tensor): item for item, tensor in zip(captured.inputs, captured.tensors, strict=True)}
-    assert [item.is_argument for item in captured.inputs].count(True) == 2
-    assert not any(by_id[id(tensor)].is_argument for tensor in (layer.weight, layer.bias, table))
-    assert by_id[id(layer.weight)].source.endswith("._parameters['weight']")
-    assert [item.name for item in captured.inputs] == [
-        node.name for node in captured.module.graph.find_nodes(op="placeholder")
-    ]
-
-
-@torch.no_grad()
-def test_guards_hold_for_inputs_with_the_same_metadata_and_weights_say_which_one_fails() -> None:
-    layer = nn.Linear(2, 3)
-    captured = captured_of(layer, torch.ones(1, 2))
-    for x, holds, message in [
-        (torch.zeros(1, 2), True, ""),
-        (torch.ones(5, 2), False, "size"),
-        (torch.ones(1, 2).double(), False, ""),
-    ]:
-        assert captured.guards(layer, (x,), {}) is holds
-        failed = captured.guards.failed(layer, (x,), {})
-        assert bool(failed) is not holds
-        assert message in failed
-    layer.weight = nn.Parameter(layer.weight.clone())
-    assert not captured.guards(layer, (torch.ones(1, 2),), {})
-    assert "is the object that was captured" in captured.guards.failed(layer, (torch.ones(1, 2),), {})
-
-
-@torch.no_grad()
-def test_bytecode_passes_inputs_to_any_graph_and_builds_its_outputs_and_side_effects() -> None:
-    def function(s: Model, x: Tensor) -> dict[str, Any]:
-        s.seen.append(len(s.seen))
-        return {"y": x * s.weight, "x": x, "name": "a name"}
-
-    model, x = Model(function, seen=[], weight=nn.Parameter(torch.ones(2))), torch.zeros(2)
-    captured = captured_of(model, torch.ones(2))
-    assert {id(value) for value in captured.graph_inputs(model, (x,), {})} == {id(x), id(model.weight)}
-    assert model.seen == [], "nothing has run"
-    inputs: list[Any] = []
-
-    def run(*values: Tensor) -> list[Tensor]:
-        inputs.extend(values)
-        return [torch.full((2,), 5.0)]
-
-    result = captured.restored(run)(model, (x,), {})
-    assert {id(value) for value in inputs} == {id(x), id(model.weight)}
-    assert (result["y"].tolist(), result["x"] is x, result["name"]) == ([5, 5], True, "a name")
-    assert model.seen == [0]
-
-
-@torch.no_grad()
-def test_constants_assigned_to_attributes_are_known_and_all_else_is_an_effect() -> None:
-    def stores(s: Model, x: Tensor) -> Tensor:
-        s.calls = 7
-        return x + 1
-
-    def appends(s: Model, x: Tensor) -> Tensor:
-        s.seen.append(1)
-        return x + 1
-
-    def keeps(s: Model, x: Tensor) -> Tensor:
-        s.last = x + 1
-        return x + 2
-
-    model = Model(stores, calls=0)
-    captured = captured_of(model, torch.ones(2))
-    ((owner, name, value),) = captured.stores
-    assert (owner is model, name, value, captured.effects, model.calls) == (True, "calls", 7, False, 0)
-    for other, effects in ((Model(appends, seen=[]), True), (Model(keeps, last=None), True), (nn.ReLU(), False)):
-        captured = captured_of(other, torch.ones(2))
-        assert (captured.stores, captured.effects) == ((), effects)
 
 
 def prints(x: Tensor) -> Tensor:

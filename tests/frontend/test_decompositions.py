@@ -24,13 +24,7 @@ LAYERS = {
 def backward_of(
     layer: nn.Module, shape: Sequence[int], needed: Sequence[bool]
 ) -> tuple[fx.GraphModule, list[Tensor], tuple[Tensor, ...]]:
-    """A graph of forward and backward, its arguments, and the gradients by autograd.
-
-    Args:
-        layer: a convolution.
-        shape: of its input.
-        needed: whether to compute the gradient of the input, the weight and the bias.
-    """
+    """A graph of forward and backward, its arguments, and the gradients by autograd."""
     names = [name for name, _ in layer.named_parameters()]
     values = [torch.randn(shape), *(value.detach() for value in layer.parameters())]
     arguments = [value.double().requires_grad_(some) for value, some in zip(values, needed, strict=False)]

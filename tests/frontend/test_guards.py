@@ -475,14 +475,3 @@ def test_an_object_that_two_modules_share_is_compared_with_itself() -> None:
     assert captured.guards(model, (x,), {})
     config.scale = 3.0
     assert not captured.guards(model, (x,), {})
-
-
-def test_arguments_that_are_one_tensor_are_compared_with_each_other() -> None:
-    def add(args: tuple[Tensor, Tensor]) -> Tensor:
-        return args[0].add_(1) + args[1]
-
-    x, y = torch.ones(2), torch.ones(2)
-    captured = capture(add, ((x, x),), {})
-    assert captured is not None
-    assert captured.guards(add, ((y, y),), {})
-    assert not captured.guards(add, ((x, y),), {})

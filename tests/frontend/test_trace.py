@@ -33,12 +33,6 @@ def test_a_program_computes_what_the_model_does_with_the_arguments_of_any_call()
         torch.testing.assert_close(output, model(other)[0])
 
 
-def test_tracing_draws_no_random_numbers() -> None:
-    model, state = Model(lambda s, x: x + torch.rand(4)), torch.get_rng_state()
-    trace(model, [torch.ones(4)]).arguments(model, [torch.ones(4)])
-    assert torch.get_rng_state().equal(state)
-
-
 def test_a_model_on_the_meta_device_is_traced_for_another() -> None:
     with torch.device("meta"):
         model, x = nn.Linear(4, 4), torch.empty(2, 4)

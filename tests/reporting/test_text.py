@@ -32,28 +32,6 @@ def rows(text: str, title: str) -> list[list[str]]:
     return [[line[start:end].strip() for start, end in columns] for line in body]
 
 
-def test_the_summary_says_what_runs_and_how_fast() -> None:
-    found = values(render(REPORT))
-    assert found["model"] == ["Net"]
-    assert found["signature"] == ["1x8:float16 on cuda:0, eval, no gradients"]
-    assert found["device"] == ["NVIDIA H200: 132 SMs, 4,800 GB/s (profile: table)"]
-    assert found["runs as"] == ["CUDA graph over 2 streams (critical_path)"]
-    assert found["measured"] == [
-        "14.0 µs, 1.50× the speed of sequential in a CUDA graph (21.0 µs), 3.00× the speed of sequential (42.0 µs)"
-    ]
-    assert found["predicted"] == [
-        "13.0 µs, 1.50× the speed of sequential in a CUDA graph (19.5 µs), 2.00× the speed of sequential (26.0 µs)"
-    ]
-    assert found["graph"] == ["5 ops (ATen), width 2, 1 region of up to 2 independent branches, 2 streams, 2 waits"]
-    assert found["work"] == ["18.0 µs (roofline costs), 12.0 µs of it on the critical path"]
-    assert found["at most"] == [
-        "1.50×: 4 ops are in line, each of which needs the one before, 12.0 µs",
-        "2.00×: they use 50% of the memory bandwidth, 9.0 µs",
-    ]
-    assert found["prepared in"] == ["trace 1.25 s, schedule 0.50 s"]
-    assert found["with"] == ["torch 2.11.0"]
-
-
 def test_why_it_is_not_faster_is_told_with_shares() -> None:
     title = "Why critical_path over 2 streams is not faster: 9.0 µs if its streams were always busy, and beyond that"
     assert rows(answers(REPORT), title) == [

@@ -126,17 +126,6 @@ def lanes(found: list[dict[str, Any]], process: int) -> dict[str, list[tuple[str
     }
 
 
-def test_a_lane_for_each_stream_and_one_for_the_critical_path() -> None:
-    in_line = [("a", 0.0, 2.0), ("b", 2.5, 4.0), ("c", 6.5, 4.0), ("e", 11.0, 2.0)]
-    assert lanes(checked(REPORT), 1) == {"stream 0": in_line, "stream 1": [("d", 3.0, 6.0)], "critical path": in_line}
-
-
-def test_arrows_lead_from_the_end_of_what_is_waited_for_to_the_start_of_what_waits() -> None:
-    found = checked(REPORT)
-    assert [(e["tid"], e["ts"]) for e in of(found, "s")] == [(1, 1.997), (2, 8.997)]
-    assert [(e["tid"], e["ts"]) for e in of(found, "f")] == [(2, 3.0), (1, 11.0)]
-
-
 def test_slices_that_follow_each_other_do_not_overlap_however_their_times_are_read() -> None:
     """0.57 µs times 1000 is less than 570 in floating point."""
     times = {"a": (0.0, 0.29), "b": (0.29, 0.57), "d": (0.57, 1.001), "c": (1.001, 1.13), "e": (1.13, 2.26)}
@@ -168,18 +157,6 @@ def test_fork_and_join_are_marks() -> None:
     found = checked(replace(REPORT, graph=graph, chosen=chosen, timeline=timeline))
     assert [(e["name"], e["tid"], e["ts"]) for e in of(found, "i")] == [("fork", 1, 0.0), ("join", 1, 6.0)]
     assert of(found, "s") == [], "arrows need slices at both ends"
-
-
-def test_counters_say_what_is_in_memory_and_what_is_asked_of_the_device() -> None:
-    """Each op makes 1 KiB, kept until its last reader ends, and asks for a quarter of the SMs, half the bandwidth."""
-    counted: dict[str, list[tuple[float, ...]]] = {}
-    for event in of(checked(REPORT), "C"):
-        counted.setdefault(event["name"], []).append((event["ts"], *event["args"].values()))
-    assert counted["memory in use"] == [
-        (0.0, 1024), (2.5, 2048), (3.0, 3072), (6.5, 4096), (9.0, 3072), (10.5, 2048), (11.0, 3072), (13.0, 1024),
-    ]  # fmt: skip
-    shares = counted["shares asked for"]
-    assert shares[:4] == [(0.0, 0.25, 0.5), (2.0, 0.0, 0.0), (2.5, 0.25, 0.5), (3.0, 0.5, 1.0)]
 
 
 def test_hostile_names_are_data() -> None:
