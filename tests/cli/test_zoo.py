@@ -13,19 +13,6 @@ from autostream.cli.zoo import build
 from autostream.errors import TargetError
 
 
-def test_googlenet_is_finite_and_depends_on_its_input() -> None:
-    model, (image,) = build("googlenet")
-    assert not model.training
-    kinds = (torch.nn.Conv2d, torch.nn.Linear)
-    assert sum(isinstance(module, kinds) for module in model.modules()) == 57 + 1, "no auxiliary classifiers"
-    with torch.no_grad():
-        outputs = model(torch.cat([image, image.flip(-1)]))
-    assert outputs.shape == (2, 1000)
-    assert outputs.isfinite().all()
-    # Weights that shrink their input at each layer leave nothing but biases: a wrong result would not show.
-    assert (outputs[0] - outputs[1]).abs().max() > 1e-3 * outputs.abs().max()
-
-
 def test_weights_and_inputs_are_the_same_each_time_and_the_random_state_stays() -> None:
     name = "squeezenet1_1"
     torch.manual_seed(1)
@@ -38,11 +25,6 @@ def test_weights_and_inputs_are_the_same_each_time_and_the_random_state_stays() 
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-def test_the_backbone_of_a_segmentation_model_is_not_downloaded() -> None:
-    model, _ = build("lraspp_mobilenet_v3_large")
-    assert not model.training
-
-
 @pytest.mark.parametrize(
     ("name", "shapes"),
     [
@@ -50,6 +32,7 @@ def test_the_backbone_of_a_segmentation_model_is_not_downloaded() -> None:
         ("raft_small", [(1, 3, 224, 224)] * 2),
         ("r3d_18", [(1, 3, 16, 224, 224)]),
         ("test_byobnet.r160_in1k", [(1, 3, 160, 160)]),
+        ("lraspp_mobilenet_v3_large", [(1, 3, 224, 224)]),  # whose backbone is not downloaded
     ],
 )
 def test_inputs_are_those_of_the_model(name: str, shapes: list[tuple[int, ...]]) -> None:
