@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autostream
 from autostream.dispatch.compiled_graph import CompiledGraph
+from autostream.frontend.graph_breaks import with_breaks
 from tests.data_branches import DYNAMO_WARNS, Branching, same_gradients, trained
 from tests.semantics import Model, same
 from tests.threads import in_threads
@@ -201,6 +202,21 @@ def test_numpys_random_numbers_are_the_models_under_each_stance(stance: Any) -> 
         with torch.compiler.set_stance(stance):
             results.append([run(torch.ones(2, 2)) for _ in range(4)])
     same(*results)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("stance", ["force_eager", "default"])
+def test_no_graph_is_made_if_the_user_wants_none_or_another_thread_traces(
+    stance: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if stance == "default":
+        monkeypatch.setattr("torch.fx._symbolic_trace._is_fx_tracing_flag", True)  # visible in all threads
+    graphs: list[object] = []
+    skipped: list[str] = []
+    run = with_breaks(nn.ReLU(), lambda *call: graphs.append(call) or len, skipped.append)  # type: ignore[func-returns-value]
+    with torch.compiler.set_stance(stance):
+        assert run(torch.tensor([-1.0, 1.0])).tolist() == [0, 1]
+    assert (graphs, skipped) == ([], [])
 
 
 @torch.no_grad()
