@@ -333,79 +333,50 @@ def test_it_is_freed_with_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 # Changes of the model: tests/frontend/test_guards.py has more
 
 
-def untie(net: Any) -> None:
-    net.tied.weight = nn.Parameter(t(4, 4) * 3)
-
-
-def load_by_assignment(net: Any) -> None:
-    net.load_state_dict({name: value * 2 for name, value in net.state_dict().items()}, assign=True)
-
-
-def grow(net: Any) -> None:
-    net.right, net.tied = nn.Linear(4, 6), nn.Linear(6, 4)
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("change", [load_by_assignment, untie, grow])
 @pytest.mark.parametrize("who", ["optimized", "in inference mode"])
-def test_changes_through_the_optimized_module_and_in_inference_mode_are_seen(
-    who: str, change: Callable[[Any], None]
-) -> None:
+def test_changes_through_the_optimized_module_and_in_inference_mode_are_seen(who: str) -> None:
     model, x = Net(), t(3, 4)
     fast = autostream.optimize(model, strict=True)
     same(fast(x), model(x))
+    changed: Any = fast if who == "optimized" else model
     with torch.inference_mode() if who == "in inference mode" else nullcontext():
-        change(fast if who == "optimized" else model)
+        changed.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
+        changed.right, changed.tied = nn.Linear(4, 6), nn.Linear(6, 4)
     for _ in range(2):
         same(fast(x), model(x))
     assert set(modes(fast)) == {"one stream"}
 
 
-class Tells(nn.Module):
-    """Appends the sum of each output to a list, or counts its calls in a global."""
-
-    def __init__(self, told: list[float], counts: bool) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4).double()
-        self.keep = told.append
-        self.counts = counts
-
-    def forward(self, x: Tensor) -> Tensor:
-        global calls
-        y = self.layer(x)
-        if self.counts:
-            calls += 1
-            return y * calls
-        total = y.sum().item()
-        self.keep(total)
-        return y * total
-
-
 calls = 0
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("counts", [False, True])
-def test_side_effects_outside_of_the_model_are_the_same(
-    counts: bool, grad: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In each call. The first is traced, and has them once."""
+def tells(s: Model, x: Tensor) -> Tensor:
+    """Appends to a list, and counts in a global."""
+    global calls
+    calls += 1
+    y = s.layer(x) * calls
+    s.keep(y.sum().item())
+    return y
 
-    def run(optimize: bool) -> tuple[Any, ...]:
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_side_effects_outside_of_the_model_are_the_same(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each call. The first is traced, and has them once."""
+    seen = []
+    for optimized in (True, False):
         monkeypatch.setitem(globals(), "calls", 0)
         torch.manual_seed(0)
-        told = list[float]()
-        model = Tells(told, counts)
-        fast = autostream.optimize(model, policy="sequential") if optimize else model
-        outputs = []
+        told, outputs = list[float](), list[Tensor]()
+        model = Model(tells, layer=nn.Linear(4, 4).double(), keep=told.append)
+        run = autostream.optimize(model, policy="sequential") if optimized else model
         for number in range(4):
             with torch.set_grad_enabled(grad):
-                outputs.append(fast(torch.full((2, 4), float(number)).double()))
+                outputs.append(run(torch.full((2, 4), float(number)).double()))
             if grad:
                 outputs[-1].sum().backward()
-        return [output.detach() for output in outputs], told, calls, [own.grad for own in model.parameters()]
-
-    torch.testing.assert_close(run(True), run(False), rtol=1e-10, atol=1e-12)
+        seen.append(([y.detach() for y in outputs], told, calls, [own.grad for own in model.parameters()]))
+    torch.testing.assert_close(*seen, rtol=1e-10, atol=1e-12)
 
 
 class Ensemble:
@@ -817,19 +788,12 @@ def test_bad_input_is_named_in_one_line(call: Callable[[], Any], message: str) -
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"stream": 2}, r"no option 'stream' \(did you mean 'streams'\?\): use streams, policy, costs, cuda_graph,"),
-        ({"streams": 0}, 'streams=0 is not allowed: use "auto" or a whole number from 1 to 16'),
-        ({"dynamic": "bucket"}, "dynamic='bucket' is not allowed: use None or what may be padded, such as"),
-    ],
-)
-def test_options_are_checked_before_the_model_is_called(option: dict[str, Any], message: str) -> None:
-    calls: list[int] = []
-    with pytest.raises(OptionError, match=message):
-        autostream.optimize(Model(lambda s, x: calls.append(1)), t(3), **option)
-    assert not calls
+@pytest.mark.parametrize("option", [{"stream": 2}, {"streams": 0}, {"dynamic": "bucket"}])
+def test_options_are_checked_before_the_model_is_called(option: dict[str, Any]) -> None:
+    called: list[int] = []
+    with pytest.raises(OptionError):
+        autostream.optimize(Model(lambda s, x: called.append(1)), t(3), **option)
+    assert not called
 
 
 def test_fused_kernels_of_the_cpu_are_refused_with_the_alternative() -> None:

@@ -18,7 +18,7 @@ BOUNDED = ["sequential", "critical_path", "path_cover"]
 """Policies that take no time that they are given."""
 
 
-@pytest.mark.parametrize("ops", [1, 135, 136, 1000])
+@pytest.mark.parametrize("ops", [135, 136])
 def test_a_model_has_the_ops_that_are_asked_for_or_up_to_one_joint_more(ops: int) -> None:
     """Between two sums, eight chains have 16 ops each; a sum takes seven."""
     seconds = planned(*chained(ops), profile_named("h200"))

@@ -4,10 +4,34 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from autostream.frontend.inputs import aliases_of
+from autostream.frontend.capture import capture
+from autostream.frontend.inputs import aliases_of, described, names_like, names_of
+from autostream.ir import Role
+from tests.semantics import Model
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_weights_have_the_models_names_and_arguments_numbers() -> None:
+    ones = torch.ones(2)
+    model = Model(
+        lambda s, x, y: s.layer(x) + s.shift + s.plain + y,
+        layer=nn.Linear(2, 2, bias=False),
+        shift=nn.Buffer(ones.clone()),
+        plain=ones.clone(),
+    )
+    captured = capture(model, (torch.ones(1, 2),), {"y": ones})
+    assert captured is not None
+    names = names_of(captured, model)
+    assert len(set(names)) == len(names) == 5
+    assert {(Role.PARAMETER, "layer.weight"), (Role.BUFFER, "shift")} < set(names)
+    assert [name.rpartition(".")[2] for role, name in names if role is Role.CONSTANT] == ["plain"]
+    assert [role for role, _ in names_like([nn.Parameter(ones), ones, 3])] == [Role.PARAMETER, *[Role.INPUT] * 2]
+    assert described([torch.ones(2, 3)], "cuda:0") == "2x3:float32 on cuda:0"
+    assert described([torch.ones(2, 3)], "cpu:0") == "2x3:float32 on cpu"
+    assert described([]) == "no tensors"
 
 
 def test_tensors_share_memory_at_an_offset_in_bytes() -> None:

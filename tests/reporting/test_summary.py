@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from autostream.reporting.summary import baselines, gain, summarize
+from autostream.reporting.summary import gain, summarize
 from autostream.scheduling.lost_time import Chain
-from tests.reporting.reports import CHOSEN, COSTS, DIAMOND, GRAPHED, PLAIN, REFUSED, REPORT, UNCAPTURED
+from tests.reporting.reports import CHOSEN, COSTS, DIAMOND, REFUSED, UNCAPTURED
 from tests.scheduling.graphs import costs_of, graph_of, profile_with
 
 FREE = profile_with()
-
-
-def test_a_diamond_has_work_a_path_and_floors() -> None:
-    summary = summarize(DIAMOND, COSTS, FREE)
-    assert (summary.work_us, summary.width) == (18.0, 2)
-    assert summary.critical_path == Chain(("a", "b", "c", "e"), 12.0, 12.0)
-    assert (summary.sm_us, summary.bandwidth_us) == (4.5, 9.0)
-    assert summary.slack_us == {"a": 0.0, "b": 0.0, "c": 0.0, "d": 2.0, "e": 0.0}
-    assert [set(region.branches) for region in summary.regions] == [{("b", "c"), ("d",)}]
 
 
 def test_gaps_are_part_of_the_critical_path_and_of_what_is_left_beside_it() -> None:
@@ -35,12 +24,6 @@ def test_slack_is_never_below_zero_where_sums_round_differently() -> None:
     slack = summarize(chain, costs_of(chain, 0.1), FREE).slack_us
     assert min(slack.values()) >= 0.0
     assert all(f"{us:.1f}" == "0.0" for us in slack.values())
-
-
-def test_the_baseline_captured_alike_comes_first() -> None:
-    assert baselines(REPORT) == (GRAPHED, UNCAPTURED)
-    assert baselines(replace(REPORT, chosen=UNCAPTURED)) == (GRAPHED,)
-    assert baselines(PLAIN) == ()
 
 
 def test_gain_compares_like_with_like() -> None:

@@ -52,7 +52,7 @@ def test_autostream_is_there_at_each_level_and_with_each_policy() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("mode", ["compile_default", "autostream_eager_sequential", "autostream_eager_path_cover"])
+@pytest.mark.parametrize("mode", ["autostream_eager_sequential", "autostream_eager_path_cover"])
 def test_a_mode_of_the_cpu_computes_what_the_model_does(pair: Pair, mode: str) -> None:
     given = inputs(0)
     with torch.no_grad():
