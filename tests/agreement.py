@@ -32,13 +32,7 @@ TURNS = 3
 
 @dataclass(frozen=True)
 class Example:
-    """The expected outputs of a model for some arguments.
-
-    Attributes:
-        args: its arguments.
-        expected: its output tensors in float64.
-        allowed: the largest relative error.
-    """
+    """The expected outputs of a model for some arguments."""
 
     args: tuple[Tensor, ...]
     expected: Sequence[Tensor]

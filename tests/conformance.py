@@ -59,18 +59,8 @@ ROUNDING = "rounding"
 OUTCOMES = ("eager's", "refused", "both raise", "different", "error")
 """Outcomes of a sample: equal with a schedule, equal but run eagerly, the same exception, different, no result."""
 
-UNINITIALIZED = frozenset(
-    (
-        "empty",
-        "empty_like",
-        "empty_permuted",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "resize_",
-        "resize_as_",
-    )
-)
+_EMPTY = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+UNINITIALIZED = frozenset((*_EMPTY, "resize_", "resize_as_"))
 """Ops that return uninitialized memory."""
 
 
@@ -129,17 +119,8 @@ KNOWN: Mapping[str, Mapping[str, Known]] = {
 """By device, the variants that differ."""
 
 PICKED = (
-    *(
-        "nn.BatchNorm1d",
-        "nn.LSTM",
-        "nn.Embedding",
-        "nn.functional.dropout",
-        "normal",
-        "index_put",
-        "masked_fill",
-        "view",
-    ),
-    *("split", "unbind", "expand", "linalg.svd", "max"),
+    *("nn.BatchNorm1d", "nn.LSTM", "nn.Embedding", "nn.functional.dropout", "normal", "index_put", "masked_fill"),
+    *("view", "split", "unbind", "expand", "linalg.svd", "max"),
 )
 """CI checks each variant in float32 of these: state, random ops, mutation, views and several outputs."""
 
@@ -152,31 +133,18 @@ _MOST = 48
 
 @dataclass
 class Call:
-    """One call of an op or a module.
-
-    Attributes:
-        target: the op or module.
-        args, kwargs: its arguments.
-        leaves: the tensors among them whose gradients are compared, beside a module's parameters.
-    """
+    """One call of an op or a module."""
 
     target: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     leaves: Sequence[Tensor] = ()
+    """Tensors among the arguments whose gradients are compared, beside a module's parameters."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to call an op or a module.
-
-    Attributes:
-        name: of the op or module, in its database.
-        kind: how it is called, e.g. ``"in place"``.
-        dtype: of its inputs.
-        gradients: whether they are recorded and compared.
-        calls: makes new calls, one for each sample; takes a seed for the numbers.
-    """
+    """One way to call an op or a module."""
 
     name: str
     kind: str
@@ -198,15 +166,7 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """What a caller can see of a call.
-
-    Attributes:
-        result: the return value.
-        inputs: tensors of the arguments and of the module's state, after the call.
-        gradients: of the leaves.
-        generators: states of the random number generators after the call.
-        error: the exception that it raised.
-    """
+    """What a caller can see of a call."""
 
     result: Any
     inputs: Sequence[Tensor]
@@ -217,19 +177,12 @@ class Seen:
 
 @dataclass
 class Findings:
-    """The results of the samples of one variant.
-
-    Attributes:
-        outcomes: by the index of the sample.
-        differences: by the index of the sample.
-        rounded: samples that differ by rounding only, which is no difference.
-        reasons: why it ran eagerly, or has no result; each once.
-        seconds: the time that all samples took.
-    """
+    """The results of the samples of one variant."""
 
     outcomes: dict[int, str] = field(default_factory=dict)
     differences: dict[int, list[Difference]] = field(default_factory=dict)
     rounded: list[int] = field(default_factory=list)
+    """Samples that differ by rounding only, which is no difference."""
     reasons: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -312,9 +265,9 @@ def _op_variants(device: str, gradients: bool) -> Iterator[Variant]:
                 made = partial(_op_samples, op, device, dtype, recorded)
                 yield Variant(name, "function", kind, recorded, partial(_op_calls, op, made))
                 if op.inplace_variant is not None and dtype not in (torch.int64, torch.complex32):
-                    yield Variant(name, "in place", kind, recorded, partial(_in_place_calls, op, made))
+                    yield Variant(name, "in place", kind, recorded, partial(_in_place_calls, op, made, False))
                     if recorded and dtype is torch.float32:
-                        yield Variant(name, "in place on a copy", kind, True, partial(_copy_calls, op, made))
+                        yield Variant(name, "in place on a copy", kind, True, partial(_in_place_calls, op, made, True))
             made = partial(_op_samples, op, device, dtype, False)
             if op.supports_out and dtype is dtypes[0]:
                 yield Variant(name, "out", kind, False, partial(_out_calls, op, made))
@@ -349,26 +302,18 @@ def _op_calls(op: Any, samples: Callable[[], Iterator[Any]], seed: int) -> Itera
         yield Call(op.op, (sample.input, *sample.args), sample.kwargs, _leaves(tensors))
 
 
-def _in_place_calls(op: Any, samples: Callable[[], Iterator[Any]], seed: int) -> Iterator[Call]:
-    """Writes to a copy of the sample's input, as a leaf must not be written while gradients are recorded."""
-    _seed(seed)
-    for sample in samples():
-        if not sample.broadcasts_input and isinstance(sample.input, Tensor):
-            leaves = _leaves(tensors_in((sample.input, sample.args, sample.kwargs)))
-            yield Call(op.inplace_variant, (sample.input.clone(), *sample.args), sample.kwargs, leaves)
+def _in_place_calls(op: Any, samples: Callable[[], Iterator[Any]], inside: bool, seed: int) -> Iterator[Call]:
+    """Writes to a copy of the sample's input, which is a leaf; the copy is made inside of what is optimized, or not."""
 
-
-def _copy_calls(op: Any, samples: Callable[[], Iterator[Any]], seed: int) -> Iterator[Call]:
-    """Writes to a copy that is made in the optimized function."""
-
-    def function(written: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def on_a_copy(written: Tensor, *args: Any, **kwargs: Any) -> Any:
         return op.inplace_variant(written.clone(), *args, **kwargs)
 
     _seed(seed)
     for sample in samples():
         if not sample.broadcasts_input and isinstance(sample.input, Tensor):
             leaves = _leaves(tensors_in((sample.input, sample.args, sample.kwargs)))
-            yield Call(function, (sample.input, *sample.args), sample.kwargs, leaves)
+            target, written = (on_a_copy, sample.input) if inside else (op.inplace_variant, sample.input.clone())
+            yield Call(target, (written, *sample.args), sample.kwargs, leaves)
 
 
 def _out_calls(op: Any, samples: Callable[[], Iterator[Any]], seed: int) -> Iterator[Call]:
@@ -396,14 +341,7 @@ def _seed(seed: int) -> None:
 
 
 def observe(run: Callable[..., Any], call: Call, gradients: bool, seed: int = 7) -> Seen:
-    """Run a call, and collect everything that it returns and changes.
-
-    Args:
-        run: the target of the call, or its optimized self.
-        call: the arguments.
-        gradients: whether to record gradients and run a backward.
-        seed: of the random number generators.
-    """
+    """Run a call, and collect everything that it returns and changes."""
     _seed(seed)
     result, error = None, None
     with torch.set_grad_enabled(gradients):
@@ -438,13 +376,7 @@ def _output_gradient(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def differences(ours: Seen, theirs: Seen, numbers: bool = True) -> Iterator[Difference]:
-    """All differences of two calls.
-
-    Args:
-        ours: the optimized call.
-        theirs: eager's call.
-        numbers: whether to compare the values of outputs and inputs.
-    """
+    """All differences of two calls."""
     if ours.error or theirs.error:
         if not (ours.error and theirs.error and isinstance(ours.error, type(theirs.error))):
             yield Difference(f"{_told(ours.error)}, eager {_told(theirs.error)}", str(ours.error or theirs.error)[:200])
@@ -575,13 +507,7 @@ def _memory(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def check(variant: Variant, samples: int, options: Mapping[str, Any] = OPTIONS) -> Findings:
-    """Call samples of a variant with and without ``optimize``.
-
-    Args:
-        variant: of an op or a module.
-        samples: how many, spread evenly over its first :data:`_MOST`; 0 is all.
-        options: of ``optimize``.
-    """
+    """Call so many samples, spread evenly over the first :data:`_MOST`, or all (0), with and without ``optimize``."""
     findings, start = Findings(), time.perf_counter()
     torch._dynamo.reset()  # it compiles each function a few times only
     try:
@@ -662,15 +588,7 @@ def check_all(
     known: Mapping[str, Known],
     options: Mapping[str, Any] = OPTIONS,
 ) -> list[Findings]:
-    """Check one variant after another, and print differences as they are found.
-
-    Args:
-        variants: of ops and modules.
-        samples: how many of each variant; 0 is all.
-        limit: seconds for each variant.
-        known: why variants differ, by name.
-        options: of ``optimize``.
-    """
+    """Check one variant after another, and print differences as they are found."""
     found, start = [], time.perf_counter()
     for at, variant in enumerate(variants):
         try:
@@ -732,12 +650,7 @@ def table(counts: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def markdown(written: Mapping[str, Any], command: str) -> str:
-    """The results as a page: the table, then all differences with their reasons.
-
-    Args:
-        written: the results as JSON.
-        command: that made them.
-    """
+    """The results as a page: the table, then all differences with their reasons."""
     now, device, samples = written["stamp"], written["device"], written["samples"]
     where, machine = ("a GPU", f"one {now['gpu']}") if device == "cuda" else ("a CPU", now["cpu"])
     count = {0: "all samples", 1: "a sample"}.get(samples, f"{samples} samples")
@@ -800,11 +713,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _chosen(asked: argparse.Namespace) -> list[Variant]:
-    """The variants that were asked for.
-
-    Raises:
-        ValueError: a name is neither an op nor a module.
-    """
+    """The variants that were asked for."""
     variants = variants_of(asked.device, asked.gradients)
     if asked.only is not None:
         names = {name for variant in variants for name in (variant.name, _plain_name(variant))}
