@@ -78,8 +78,6 @@ def clip() -> Made:
 
 MODELS: Mapping[str, Callable[[], Made]] = {
     "googlenet": vision("googlenet"),
-    "mobilenet_v2": vision("mobilenet_v2"),
-    "shufflenet_v2_x0_5": vision("shufflenet_v2_x0_5"),
     "vit": vision_transformer,
     "bert": bert,
     "t5": t5,
@@ -137,7 +135,7 @@ def test_it_computes_the_same_in_every_order(name: str, built: list[tuple[Any, .
 @pytest.mark.parametrize("name", ["shufflenet_v2_x0_5", "mobilenet_v2"])
 def test_in_train_mode_statistics_and_random_numbers_are_the_same(name: str, built: list[tuple[Any, ...]]) -> None:
     torch.manual_seed(0)
-    model, args, _ = MODELS[name]()
+    model, args, _ = vision(name)()
     model.train()
     twin = copy.deepcopy(model)
     fast = autostream.optimize(model, torch.cat(args * 2), streams=2, memory_budget=math.inf, strict=True)
