@@ -27,6 +27,9 @@ SEEDS = range(3)
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
+TOWER: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+
+
 def image(size: int) -> Tensor:
     return torch.randn(1, 3, size, size)
 
@@ -38,37 +41,34 @@ def vision(name: str) -> Callable[[], Made]:
 def vision_transformer() -> Made:
     from transformers import ViTConfig, ViTModel
 
-    config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32)
-    return ViTModel(config), (image(32),), {}
+    return ViTModel(ViTConfig(**TOWER, image_size=32)), (image(32),), {}
 
 
 def bert() -> Made:
     from transformers import BertConfig, BertModel
 
-    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=99)
     tokens = torch.randint(99, (2, 7))
     mask = torch.ones(2, 7, dtype=torch.int64)
     mask[1, 4:] = 0
-    return BertModel(config), (tokens,), {"attention_mask": mask}
+    return BertModel(BertConfig(**TOWER, vocab_size=99)), (tokens,), {"attention_mask": mask}
 
 
 def t5() -> Made:
     from transformers import T5Config, T5Model
 
-    config = T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=2, vocab_size=99)
     tokens = torch.randint(99, (2, 7))
-    return T5Model(config), (), {"input_ids": tokens, "decoder_input_ids": tokens[:, :3], "use_cache": False}
+    model = T5Model(T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=2, vocab_size=99))
+    return model, (), {"input_ids": tokens, "decoder_input_ids": tokens[:, :3], "use_cache": False}
 
 
 def clip() -> Made:
     """Two towers that are independent until the end."""
     from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
-    tower = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    text = CLIPTextConfig(**tower, vocab_size=99, max_position_embeddings=16, eos_token_id=98)
+    text = CLIPTextConfig(**TOWER, vocab_size=99, max_position_embeddings=16, eos_token_id=98)
     config = CLIPConfig(
         text_config=text.to_dict(),
-        vision_config=CLIPVisionConfig(**tower, image_size=32, patch_size=8).to_dict(),
+        vision_config=CLIPVisionConfig(**TOWER, image_size=32, patch_size=8).to_dict(),
         projection_dim=16,
     )
     tokens = torch.randint(98, (2, 7))

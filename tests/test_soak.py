@@ -58,9 +58,10 @@ def test_a_wrong_result_is_found_and_can_be_repeated(
 
     def off(self: OptimizedModule, *args: Any) -> Any:
         calls.append(args)
-        return self._autostream(*args) * (1.01 if len(calls) > 20 else 1)
+        return self._autostream(*args) * (1.01 if len(calls) > 8 else 1)
 
     calls: list[Any] = []
+    monkeypatch.setattr(soak, "ACTIONS", 4)
     monkeypatch.setattr(OptimizedModule, "__call__", off)
     code, summary = soaked(tmp_path, "--rounds", "2", "--seed", "5")
     assert code == 1
@@ -81,6 +82,7 @@ def test_a_failed_schedule_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_pat
         raise ZeroDivisionError
 
     monkeypatch.setattr("autostream.tuning.tune.candidates_for", broken)
+    monkeypatch.setattr(soak, "ACTIONS", 2)
     code, summary = soaked(tmp_path, "--rounds", "1")
     assert code == 1
     assert "it cannot be scheduled" in summary["failures"][-1]["error"]
