@@ -35,14 +35,14 @@ _WORDS = {
     "pass a flag",
     "context: builtin print |LoggingLogger": "it prints or logs a tensor: return it, and print it after the call",
     r"module: random, |qualname: Random\.": PYTHONS_NUMBERS,
-    r"numpy function|call_method UserDefinedObjectVariable\(Generator\)": f"it calls NumPy: {_BEFORE}",
+    r"numpy function: |call_method UserDefinedObjectVariable\(Generator\)": f"it calls NumPy: {_BEFORE}",
     r"Tensor\.numpy\(\)": "it calls numpy() of a tensor: return the tensor, and convert it after the call",
     r"Variable\(Generator\)": "it draws from a torch.Generator: seed the default one with torch.manual_seed, or "
     + _BEFORE,
-    r"lr_scheduler\.py": "it steps a learning-rate scheduler: do that between steps",
+    r"optim.lr_scheduler\.py": "it steps a learning-rate scheduler: do that between steps",
     r"graph_break\(\)[\s\S]*optim.optimizer\.py": "it steps an optimizer that is not in the list: add it to "
     "optimizers=[...]",
-    "requires_grad": "it sets requires_grad of a tensor: do that between calls",
+    r"requires_grad_\(\) call|setattr\(\) on Tensor\.requires_grad": "it sets requires_grad: do that between calls",
     r"context: builtin (\w+)": _CALLS,
     r"qualname: ([\w.]+)": _CALLS,
 }

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from autostream.analysis.source import user_line
 from autostream.errors import TraceError
 from autostream.frontend.capture import Capture, capture, is_argument
+from autostream.frontend.dynamo import compile_lock
 from autostream.frontend.freezing import freezing_traced
 from autostream.frontend.optimizers import values
 from autostream.frontend.parameters import clear_gradients, have_no_gradients, set_aside
@@ -147,10 +148,8 @@ def capture_step(body: Body, optimizers: Sequence[Optimizer], args: tuple[Any, .
         for node in found.module.graph.nodes:
             if getattr(node.target, "__name__", "") == "set_" and id(tensors.get(node.args[0])) in every:
                 raise TraceError("it sets the data of a parameter, whose gradient would be lost: write it in place")
-        for node in found.module.graph.find_nodes(op="call_method", target="__delattr__"):
-            raise TraceError(
-                f"it deletes a gradient: set it to None ({user_line(node.stack_trace)})"
-            )  # Dynamo leaves it
+        for node in found.module.graph.find_nodes(op="call_method", target="__delattr__"):  # Dynamo deletes nothing
+            raise TraceError(f"it deletes a gradient: set it to None ({user_line(node.stack_trace)})")
         numbers = {id(value) for each in optimizers for value in values(each) if isinstance(value, Tensor)}
         if any(id(tensor) in numbers for tensor in found.tensors):
             raise TraceError("it reads a hyperparameter of an optimizer that is a tensor")
@@ -204,7 +203,7 @@ def _without_updates(body: Body, optimizers: Sequence[Optimizer]) -> Iterator[No
         for index, optimizer in enumerate(optimizers):
             scaled = _scaled_of(body, index)
             vars(optimizer).update(step=_step_of(body, index), zero_grad=_zero_grad_of(body, index), scaled=scaled)
-        with traceable_methods(), freezing_traced():
+        with compile_lock(), traceable_methods(), freezing_traced():  # Dynamo in other threads traces what is there
             yield
     finally:
         for optimizer, attributes in zip(optimizers, before, strict=True):
