@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,13 @@ from autostream.options import Options
 
 settings.register_profile("no clocks", deadline=None, max_examples=40)
 settings.load_profile("no clocks")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def only_new_objects_are_collected() -> None:
+    """A collection of all that a session has imported takes a second, and tests of what is freed make many."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

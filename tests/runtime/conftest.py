@@ -11,15 +11,6 @@ from tests.captures import Captures
 from tests.make_believe import ORDERS, Device
 
 
-@pytest.fixture(autouse=True, scope="module")
-def only_new_objects_are_collected() -> Iterator[None]:
-    """A collection of all that the tests of a session have imported takes a second, and some tests make several."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
     return Captures(monkeypatch)
