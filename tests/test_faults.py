@@ -22,8 +22,19 @@ from autostream.dispatch.captured_call import CapturedCall
 from autostream.tuning import tune as tuning
 from autostream.utils.collector import paused
 from tests.alone import run_alone
-from tests.faults import Noisy, Quiet, Risk, Surroundings, check_free, check_works, fail_once, out_of_memory, strike
-from tests.semantics import CONFIGURATIONS, force_streams, let_policy_assign, same, scattered
+from tests.faults import (
+    Noisy,
+    Quiet,
+    Risk,
+    Surroundings,
+    check_free,
+    check_works,
+    fail_once,
+    out_of_memory,
+    risky,
+    strike,
+)
+from tests.semantics import CONFIGURATIONS, Model, force_streams, let_policy_assign, same, scattered
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -202,6 +213,29 @@ def test_a_call_that_has_mutated_a_buffer_is_not_run_again(caplog: pytest.LogCap
     check_free(fast)
     check_works(fast, model, x)
     assert [report.mode for report in fast.reports] == ["plain"]
+
+
+def stores(s: Model, x: Tensor) -> Tensor:
+    s.told = 7
+    return risky(x)
+
+
+def appends(s: Model, x: Tensor) -> Tensor:
+    s.seen.append(1)
+    return risky(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("function", [stores, appends])
+def test_a_call_that_has_side_effects_in_python_is_not_run_again(function: Callable[..., Tensor]) -> None:
+    model, x = Model(function, told=0, seen=[]), t(4, 8)
+    fast = autostream.optimize(model, x)
+    Risk.is_at(1, lambda: RuntimeError("no way"))
+    with pytest.raises(RuntimeError, match="no way"):
+        fast(x)
+    assert (model.told, model.seen) == (0, [])
+    same(fast(x), x)
+    assert (model.told, model.seen) in ((7, []), (0, [1]))
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autostream.dispatch.admission import COMPILATION_CALLS, FREE_COMPILATIONS, HITS_PER_COMPILATION
+from autostream.dispatch.captured_call import CapturedCall
 from autostream.dispatch.dispatcher import Dispatcher
 from autostream.errors import TargetError, TraceError
 from autostream.frontend.capture import capture
@@ -146,6 +147,18 @@ def test_numbers_that_functions_read_elsewhere_are_guarded(recorded: bool, monke
         monkeypatch.setitem(globals(), "SCALE", scale)
         with torch.set_grad_enabled(recorded):
             assert dispatch(x).tolist() == [scale, scale]
+
+
+@torch.no_grad()
+def test_calls_like_an_earlier_one_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(lambda s, x: {"sum": x + s.w, "given": x, "many": [x.sin(), None, 3]}, w=nn.Parameter(t(2)))
+    dispatch = dispatcher(model)
+    dispatch(t(2))
+    monkeypatch.setattr(CapturedCall, "__call__", lambda *_: pytest.fail("the slow path"))
+    x = t(2) * 2
+    value = dispatch(x)
+    same(value, model(x))
+    assert value["given"] is x
 
 
 # Calls that fail
