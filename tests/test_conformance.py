@@ -110,6 +110,8 @@ def raising(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+OWN, LIES = "output 0 is in memory of its own, eager's", "is in the memory of input 0"
+IS = "eager's is input 0 itself"
 BROKEN: dict[str, tuple[Callable[..., Any], bool, Wrapper, set[str]]] = {
     "another number": (torch.sin, False, other_number, {"output: numbers"}),
     "another dtype": (torch.sin, False, lambda f: lambda x: f(x).double(), {"output: dtype"}),
@@ -117,30 +119,10 @@ BROKEN: dict[str, tuple[Callable[..., Any], bool, Wrapper, set[str]]] = {
     "another container": (torch.sin, False, lambda f: lambda x: [f(x)], {"output is a list, eager's a Tensor"}),
     "other strides": (torch.sin, False, lambda f: lambda x: f(x).t().contiguous().t(), {"output: strides"}),
     "what the first call returned": (torch.sin, False, constant, {"output: numbers"}),
-    "a copy of a view": (
-        lambda x: x[1:],
-        False,
-        lambda f: lambda x: f(x).clone(),
-        {"output 0 is in memory of its own, eager's is in the memory of input 0, 16 bytes on"},
-    ),
-    "a view of something else": (
-        lambda x: x[0].expand(2, 4),
-        False,
-        lambda f: lambda x: f(x.clone()),
-        {"output 0 is in memory of its own, eager's is in the memory of input 0, 0 bytes on"},
-    ),
-    "a view for the input": (
-        write,
-        False,
-        lambda f: lambda x: f(x).view_as(x),
-        {"output 0 is in the memory of input 0, 0 bytes on, eager's is input 0 itself"},
-    ),
-    "no write": (
-        write,
-        False,
-        forgotten,
-        {"input 0 afterwards: numbers", "output 0 is in memory of its own, eager's is input 0 itself"},
-    ),
+    "a copy of a view": (lambda x: x[1:], False, lambda f: lambda x: f(x).clone(), {f"{OWN} {LIES}, 16 bytes on"}),
+    "a view of a copy": (lambda x: x[:2], False, lambda f: lambda x: f(x.clone()), {f"{OWN} {LIES}, 0 bytes on"}),
+    "a view for the input": (write, False, lambda f: lambda x: f(x).view_as(x), {f"output 0 {LIES}, 0 bytes on, {IS}"}),
+    "no write": (write, False, forgotten, {"input 0 afterwards: numbers", f"output 0 is in memory of its own, {IS}"}),
     "one draw more": (torch.sin, False, lambda f: lambda x: (f(x), torch.rand(1))[0], {"torch's random state"}),
     "no draw": (draw, False, lambda f: lambda x: x + 0.5, {"output: numbers", "torch's random state"}),
     "no exception": (refuse, False, lambda f: torch.sin, {"returns, eager raises ValueError"}),

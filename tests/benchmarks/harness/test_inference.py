@@ -15,6 +15,7 @@ from autostream.errors import TargetError
 from benchmarks.harness import inference
 from benchmarks.harness.inference import Inference, Subject, subject_of
 from benchmarks.harness.modes import eager
+from tests.cli.test_bench import constant, sticky
 
 
 class Net(nn.Module):
@@ -45,24 +46,6 @@ def is_right(comparison: Inference, mode: str) -> bool:
 
 
 # What is right
-
-
-def constant(model: nn.Module, args: Any) -> Callable[..., Any]:
-    """Ignores new inputs."""
-    output = model(*args)
-    return lambda *args: output
-
-
-def sticky(model: nn.Module, args: Any) -> Callable[..., Any]:
-    """Notices new inputs, but not that the first ones are back."""
-    held = list(args)
-
-    def call(x: Tensor) -> Any:
-        if not torch.equal(x, args[0]):
-            held[:] = [x]
-        return model(*held)
-
-    return call
 
 
 def overwriting(model: nn.Module, args: Any) -> Callable[..., Any]:
