@@ -39,7 +39,6 @@ class Example:
     allowed: float
 
     def check(self, outputs: Any) -> None:
-        """Assert that these are the outputs."""
         error = relative_error(outputs, self.expected)
         assert error <= self.allowed, f"the error is {error:.1e}, and {self.allowed:.1e} is allowed"
 
@@ -60,7 +59,6 @@ def examples_of(model: nn.Module, inputs: Sequence[tuple[Tensor, ...]]) -> list[
 
 
 def _apart(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The smallest error of an output."""
     return min(relative_error(ours, [theirs]) for ours, theirs in zip(outputs, expected, strict=True))
 
 
@@ -72,7 +70,6 @@ def lanes(device: torch.device, count: int) -> list[Lane]:
 
 
 def check_calls(call: Call, examples: Sequence[Example]) -> None:
-    """One call after another."""
     _check(*_outputs(call, [(example, nullcontext) for example in [*examples, *examples]]))
 
 
@@ -100,7 +97,6 @@ def check_threads(call: Call, examples: Sequence[Example], streams: Sequence[Lan
 
 @torch.no_grad()
 def _outputs(call: Call, turns: Sequence[tuple[Example, Lane]]) -> tuple[list[Example], list[Any]]:
-    """All calls in order: their examples and their outputs."""
     outputs = []
     for example, lane in turns:
         with lane():

@@ -153,7 +153,6 @@ class Variant:
     calls: Callable[[int], Iterator[Call]]
 
     def __str__(self) -> str:
-        """Its name in the results."""
         return f"{self.name}, {self.kind}, {self.dtype}{', gradients' if self.gradients else ''}"
 
 
@@ -187,7 +186,6 @@ class Findings:
     seconds: float = 0.0
 
     def add(self, index: int, outcome: str, *reasons: str) -> None:
-        """Add the outcome of a sample."""
         self.outcomes[index] = outcome
         self.reasons += [reason for reason in dict.fromkeys(reasons) if reason not in self.reasons]
 
@@ -376,7 +374,6 @@ def _output_gradient(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def differences(ours: Seen, theirs: Seen, numbers: bool = True) -> Iterator[Difference]:
-    """All differences of two calls."""
     if ours.error or theirs.error:
         if not (ours.error and theirs.error and isinstance(ours.error, type(theirs.error))):
             yield Difference(f"{_told(ours.error)}, eager {_told(theirs.error)}", str(ours.error or theirs.error)[:200])
@@ -434,7 +431,6 @@ def _tensors_apart(ours: Tensor, theirs: Tensor, where: str, numbers: bool) -> I
 
 
 def _strides(tensor: Tensor) -> list[int] | None:
-    """The strides of dimensions with more than one element."""
     if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
         return None
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
@@ -544,7 +540,6 @@ def check(variant: Variant, samples: int, options: Mapping[str, Any] = OPTIONS) 
 
 
 def _calls(variant: Variant, seed: int, samples: int) -> list[tuple[int, Call]]:
-    """The calls of so many samples, with their indices."""
     if not samples:
         return list(enumerate(variant.calls(seed)))
     found = list(itertools.islice(variant.calls(seed), _MOST))
@@ -625,7 +620,6 @@ def gone(variants: Sequence[Variant], found: Sequence[Findings], known: Mapping[
 
 
 def _differing(variants: Sequence[Variant], found: Sequence[Findings]) -> dict[str, bool]:
-    """Whether each variant has a sample that differs or has no result."""
     return {
         str(variant): not {"different", "error"}.isdisjoint(findings.outcomes.values())
         for variant, findings in zip(variants, found, strict=True)
@@ -713,7 +707,6 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _chosen(asked: argparse.Namespace) -> list[Variant]:
-    """The variants that were asked for."""
     variants = variants_of(asked.device, asked.gradients)
     if asked.only is not None:
         names = {name for variant in variants for name in (variant.name, _plain_name(variant))}

@@ -74,8 +74,6 @@ class Noisy(nn.Module):
 
 
 class Quiet(nn.Module):
-    """Two branches without side effects."""
-
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.left, self.right = nn.Linear(width, width), nn.Linear(width, width)
@@ -115,7 +113,6 @@ class Surroundings:
         )
 
     def check(self, now: Surroundings) -> None:
-        """Assert that nothing has changed."""
         same(now.state, self.state)
         same(now.generators, self.generators)
         assert now.place == self.place

@@ -124,7 +124,6 @@ class RandomModule:
         self.source = source
 
     def __repr__(self) -> str:
-        """The source, to paste into a test."""
         return f"\n\n{self.source}\n"
 
     def __call__(self) -> tuple[Callable[[], nn.Module], Callable[[], Inputs]]:
@@ -155,7 +154,6 @@ class Writer:
         self._counter = itertools.count()
 
     def module(self) -> RandomModule:
-        """Generate a module."""
         mode = f"self.train({self._draw(st.booleans())})"
         layers, state = self._layers(), self._state()
         assert self._runs(mode)
@@ -334,7 +332,6 @@ class Hostile(ThreadedProgram):
         self._lowered = lowered
 
     def __call__(self, *args: Tensor) -> tuple[Tensor, ...]:
-        """Run once."""
         generator = torch.get_rng_state()
         inputs = [tensor.detach() for tensor in args]
         runs = []

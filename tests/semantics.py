@@ -139,7 +139,6 @@ def observe(run: Callable[..., Any], model: Any, inputs: Inputs, seed: int = 7) 
 
 
 def _devices() -> int:
-    """The number of CUDA devices in use."""
     return torch.cuda.device_count() if torch.cuda.is_initialized() else 0
 
 

@@ -109,8 +109,6 @@ class Uncheckable(Exception):  # noqa: N818 - nothing is wrong
 
 @dataclass
 class Subject:
-    """A model under test."""
-
     name: str
     level: str
     workload: Workload
@@ -119,7 +117,6 @@ class Subject:
     examples: dict[int, list[Example]] = field(default_factory=dict)
 
     def inputs(self, batch: int, seed: int) -> tuple[Tensor, ...]:
-        """Random inputs, the same each time."""
         parameter = next(self.model.parameters())
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(SEED + seed)
@@ -139,8 +136,6 @@ class Subject:
 
 @dataclass(frozen=True)
 class Failure:
-    """A wrong result or an error, and the command that repeats it."""
-
     action: str
     models: Sequence[str]
     error: str
@@ -163,7 +158,6 @@ class Round:
         self._names = names
 
     def actions(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """The actions, in order."""
         yield "optimize", self.optimize
         for name in self._choose.choices(list(KINDS), list(KINDS.values()), k=ACTIONS - 1):
             yield name, getattr(self, name)
@@ -179,7 +173,6 @@ class Round:
     # Actions
 
     def optimize(self) -> None:
-        """Make a model, and call it once or twice."""
         if len(self.subjects) >= LIVE:
             self.drop()
         choose, name, cuda = self._choose, self._choose.choice(self._names), self._device.type == "cuda"
@@ -203,19 +196,16 @@ class Round:
         self._check(self.subjects[-1], batch=1)
 
     def call(self) -> None:
-        """Call a model, with or without inference mode."""
         subject = self._any()
         examples = subject.at(self._batch(subject))  # outside of inference mode, whose tensors no backward may save
         with self._choose.choice([torch.no_grad, torch.inference_mode])():
             check_calls(self._counted(subject.fast), examples)
 
     def streams(self) -> None:
-        """Call a model from several streams."""
         subject, count = self._any(), self._choose.randint(2, 4)
         check_streams(self._counted(subject.fast), subject.at(self._batch(subject)), lanes(self._device, count))
 
     def threads(self) -> None:
-        """Call a model from several threads."""
         subject, count = self._any(), self._choose.randint(2, 8)
         check_threads(self._counted(subject.fast), subject.at(self._batch(subject)), lanes(self._device, count))
 
@@ -244,7 +234,6 @@ class Round:
             check_streams(self._counted(subject.fast), examples, mine[:2])
 
     def change_weights(self) -> None:
-        """Change some weights in place."""
         subject = self._any()
         with torch.no_grad():
             for parameter in self._some(list(subject.model.parameters())):
@@ -252,14 +241,12 @@ class Round:
         self._changed(subject)
 
     def move_weights(self) -> None:
-        """Give some weights other values in other memory."""
         subject = self._any()
         for parameter in self._some(list(subject.model.parameters())):
             parameter.data = parameter.data * self._choose.uniform(0.8, 1.2)
         self._changed(subject)
 
     def load_weights(self) -> None:
-        """Load weights, into the same tensors or replacing them."""
         subject = self._any()
         state, factor = _state(subject.model), self._choose.uniform(0.8, 1.2)
         for name, _ in self._some(list(subject.model.named_parameters())):
@@ -424,8 +411,6 @@ def memory(device: torch.device) -> Memory:
 
 @dataclass
 class Soak:
-    """Rounds and their results."""
-
     device: torch.device
     seed: int
     names: Sequence[str]
@@ -476,7 +461,6 @@ class Soak:
         print(f"again: {repeat}", file=sys.stderr, flush=True)
 
     def summary(self) -> dict[str, Any]:
-        """The results, for JSON."""
         peak = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
         return {
             "rounds": len(self.memories),

@@ -30,7 +30,6 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def t(*shape: int) -> Tensor:
-    """A tensor of this shape, always the same."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1 + sum(shape)))
 
 
@@ -351,7 +350,6 @@ calls = 0
 
 
 def tells(s: Model, x: Tensor) -> Tensor:
-    """Appends to a list, and counts in a global."""
     global calls
     calls += 1
     y = s.layer(x) * calls

@@ -18,8 +18,6 @@ X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
 
 class Net(nn.Module):
-    """Two branches, a buffer and a plain tensor."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -40,8 +40,6 @@ def t(*shape: int) -> Tensor:
 
 
 class Net(nn.Module):
-    """Two branches, and a buffer that counts calls."""
-
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)

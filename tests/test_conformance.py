@@ -57,8 +57,6 @@ def test_a_representative_sample_is_equal_to_eager(tmp_path: Path) -> None:
 
 
 def variant(function: Callable[..., Any], gradients: bool = False, samples: int = 1) -> Variant:
-    """A function of a tensor of 3x4 numbers."""
-
     def calls(seed: int) -> Iterator[Call]:
         generator = torch.Generator().manual_seed(seed)
         for _ in range(samples):

@@ -15,7 +15,6 @@ from tests.reporting.reports import PLAIN, REPORT
 
 @pytest.fixture
 def optimized(monkeypatch: pytest.MonkeyPatch) -> autostream.OptimizedModule:
-    """A module with two reports."""
     monkeypatch.setattr("autostream.explaining.reports_of", lambda optimized: (REPORT, PLAIN))
     return autostream.optimize(nn.ReLU())
 

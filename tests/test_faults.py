@@ -250,7 +250,6 @@ def test_strict_raises_the_error_and_keeps_the_schedule() -> None:
 
 
 def watched_entry(fast: autostream.OptimizedModule) -> weakref.ref[Any]:
-    """The schedule of the one signature of a model."""
     ((entry,),) = fast._autostream._admission.entries.values()
     assert isinstance(entry, CapturedCall)
     assert entry.compiled is not None

@@ -396,8 +396,6 @@ def test_distributed_data_parallel_may_be_around_it() -> None:
 
 
 class Views(nn.Linear):
-    """An output is a view of another."""
-
     def forward(self, x: Tensor) -> Any:
         x = super().forward(x)
         return [x, x[0]]
@@ -422,8 +420,6 @@ class Listening(nn.Linear):
 
 
 class Unregistered(nn.Linear):
-    """Has a tensor that is no buffer."""
-
     def __init__(self) -> None:
         super().__init__(4, 4)
         self.mask = torch.ones(4)
@@ -457,8 +453,6 @@ class Configured(nn.Linear):
 
 
 class Outputs:
-    """A return value of a type that pytree does not know."""
-
     def __init__(self, y: Tensor) -> None:
         self.y = y
 
@@ -606,7 +600,6 @@ def kept_by_the_model(model: nn.Module, found: list[Tensor]) -> list[Tensor | No
 
 
 def penalized(model: nn.Module, found: list[Tensor]) -> list[Tensor | None]:
-    """A double backward raises."""
     (slope,) = torch.autograd.grad(found[2].sum(), model.first.weight, create_graph=True)
     with pytest.raises(RuntimeError, match="does not currently support double backward"):
         slope.square().sum().backward()

@@ -76,8 +76,6 @@ def test_problems_with_kept_measurements_are_reported_once(monkeypatch: pytest.M
 
 
 class Waits(nn.Module):
-    """One op that cannot be captured."""
-
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x.relu(), torch.masked_select(x, x > 0).sum()
 
@@ -266,8 +264,6 @@ def test_a_copy_from_the_host_overlaps_with_independent_ops() -> None:
 
 
 class TwoBranches(nn.Module):
-    """Two branches and their sum."""
-
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def t(*shape: int) -> Tensor:
-    """A tensor of this shape, always the same."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1 + sum(shape)))
 
 
@@ -113,8 +112,6 @@ def records_gradients_inside(s: Model, x: Tensor) -> Any:
 
 
 class Twice(nn.Module):
-    """One module called three times."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -273,8 +270,6 @@ def test_gradients_recorded_inside() -> None:
 
 
 class Counting(nn.Module):
-    """Counts its calls in Python."""
-
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
@@ -285,8 +280,6 @@ class Counting(nn.Module):
 
 
 class WithGenerator(nn.Module):
-    """Uses a generator of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.generator = torch.Generator().manual_seed(3)

@@ -140,7 +140,6 @@ def check_given(
 
 
 def steps(model: nn.Module, step_of: Callable[..., Callable[..., Any]]) -> Callable[[Tensor], Any]:
-    """Training steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     return step_of(model, optimizer, lambda model, x: model(x).square().mean())
 
@@ -148,8 +147,6 @@ def steps(model: nn.Module, step_of: Callable[..., Callable[..., Any]]) -> Calla
 def plain_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """An eager training step."""
-
     def step(*data: Tensor) -> Tensor:
         value = loss(model, *data)
         value.backward()  # type: ignore[no-untyped-call]

@@ -35,7 +35,6 @@ def cell(*rounds: float, **others: Any) -> dict[str, Any]:
 
 
 def failed(status: str = "failed") -> dict[str, Any]:
-    """A cell without times."""
     return {"status": status, "reason": "RuntimeError: it would not"}
 
 
@@ -46,7 +45,6 @@ def row(workload: str, batch: int = 1, failure: str = "", **cells: dict[str, Any
 
 
 def result(*rows: dict[str, Any], suite: str = "quick") -> dict[str, Any]:
-    """A result with one stamp."""
     return {"schema": 1, "suite": suite, "stamps": [STAMP], "rows": [{**row, "stamp": 0} for row in rows]}
 
 

@@ -47,7 +47,6 @@ class Lab:
 
     @property
     def workloads(self) -> list[str]:
-        """What was measured, in order."""
         return [workload for workload, _ in self.asked]
 
 
@@ -91,7 +90,6 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 
 
 def test_the_cpu_suite_is_measured_end_to_end(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For real."""
     modes = ("eager", "autostream")
     assert run(out, "--timeout", "120", "--modes", ",".join(modes), "--workloads", "mm_small") == 0
     found = result.load(out)

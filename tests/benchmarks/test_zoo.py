@@ -19,8 +19,6 @@ HEAVY = ("inception_v4", "nasnetalarge", "pnasnet5large", "mask_rcnn_backbone", 
 
 
 class Reader(nn.Module):
-    """Embeddings of words, normalized in batches, plus a dense input."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(10, 3)
@@ -48,8 +46,6 @@ TRAIN_READER = TrainingWorkload("train_reader", Reader, reader_data, squares)
 
 
 class Function(nn.Module):
-    """A function with a parameter."""
-
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(2))

@@ -20,7 +20,6 @@ from tests.cli.calls import error_of
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> DeviceProfile:
-    """A machine with a GPU, to be measured."""
     measured = replace(profile_named("h200"), name="NVIDIA H300", source="measured")
     monkeypatch.setattr(machine, "parse_device", lambda text: torch.device("cuda", 0))
     monkeypatch.setattr(machine, "profile_of", lambda device: measured)

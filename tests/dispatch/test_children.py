@@ -33,7 +33,6 @@ def launched(graph: fx.GraphModule) -> dict[str, int]:
 
 
 def waits(graph: fx.GraphModule) -> list[tuple[int, str]]:
-    """Which stream waits for what."""
     return [(node.args[1], node.args[2].name) for node in graph.graph.nodes if node.target is streams.wait]
 
 
@@ -68,8 +67,6 @@ def test_buffers_are_shared_by_storage_or_if_they_have_none_by_identity() -> Non
 
 
 class Chosen(nn.Module):
-    """Returns a nested value, with its input in it."""
-
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(factor))
@@ -122,8 +119,6 @@ def test_a_child_that_writes_to_its_input_is_named() -> None:
 
 
 class Notes(nn.Module):
-    """Sets an item of a container of the caller."""
-
     def __init__(self, at: str = "") -> None:
         super().__init__()
         self.at = at
@@ -154,8 +149,6 @@ def test_only_tensors_on_the_device_are_copied() -> None:
 
 
 class Opaque(nn.Module):
-    """Returns a container of an unknown type."""
-
     def forward(self, x: Tensor) -> object:
         return {"a set": {x}}
 

@@ -114,13 +114,11 @@ def test_a_number_that_differs_in_each_call_runs_eagerly_and_is_named() -> None:
 
 
 def branches(s: Model, x: Tensor) -> Tensor:
-    """A layer after a graph break."""
     return s.layer(x) if x.sum() < 1e9 else x
 
 
 @pytest.fixture(params=["whole", "with a graph break", "plain"])
 def picky(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """A model of four columns."""
     if request.param == "plain":
         monkeypatch.setattr("autostream.dispatch.dispatcher.names_of", lambda *args: 1 / 0)  # a fault of ours
     layer = nn.Linear(4, 4)
@@ -214,7 +212,6 @@ def test_an_input_that_fails_does_not_make_others_run_eagerly(
 
 
 def or_else(s: Model, x: Tensor) -> Tensor:
-    """Catches an error that depends on data."""
     try:
         return torch.linalg.cholesky(x + s.b).exp()
     except RuntimeError:

@@ -64,14 +64,11 @@ def tagging() -> PaddingDispatcher:
 
 
 class Forward(Model):
-    """A model with a named argument."""
-
     def forward(self, x: Any) -> Any:
         return super().forward(x)
 
 
 def over(forward: Callable[..., Any], value: float = 0, **attributes: Any) -> PaddingDispatcher:
-    """A dispatcher of a model that may be padded in dimension 0 of its argument."""
     return PaddingDispatcher(Forward(forward, **attributes), QUICK, {"x": {0: Bucket("n", (4, 8), value)}})
 
 
@@ -187,8 +184,6 @@ def test_an_output_that_is_an_input_without_padding_stays_that_input() -> None:
 
 
 class Opaque:
-    """A value of an unknown type."""
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Opaque)
 
@@ -333,7 +328,6 @@ CENTRED = False
 
 
 def centred(model: nn.Module, x: Tensor) -> Tensor:
-    """Cannot be padded once something has changed."""
     return x - x.mean(0) if CENTRED or model.centred or model.training else x + 1
 
 

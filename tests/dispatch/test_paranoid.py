@@ -98,7 +98,6 @@ def test_sparse_outputs_are_compared_too() -> None:
 
 
 def wrong(change: Callable[[Counts, Tensor], None]) -> str:
-    """The error of a call that has a side effect which the model does not have."""
     model, x = Counts(), torch.ones(3)
 
     def run() -> Any:

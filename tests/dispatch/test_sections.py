@@ -53,14 +53,11 @@ def program_of(module: nn.Module, *args: Tensor, device: str | None = "cuda:0") 
 
 
 def cut_up(program: Program, **options: Any) -> sections.Sections | None:
-    """A program cut into sections that are never called."""
     bound = [True] * len(program.placeholders)
     return sections_of(program, bound, Options(**options), lambda *_: Unmade(), Stopwatch())
 
 
 class Unmade:
-    """A section that is never called."""
-
     reports = ()
 
     def __call__(self, *args: Any) -> Any:

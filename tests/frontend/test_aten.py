@@ -31,7 +31,6 @@ def program(function: Callable[..., Any], *args: Tensor, **options: Any) -> tupl
 
 
 def targets(made: Program) -> list[str]:
-    """The ops of a program, in order."""
     nodes = (node for node in made.module.graph.nodes if node.op == "call_function")
     return [str(node.target).removeprefix("aten.") for node in nodes]
 

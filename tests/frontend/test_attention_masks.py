@@ -15,8 +15,6 @@ import autostream
 
 
 class Masked(nn.Module):
-    """Attention under the mask that a function makes of the input."""
-
     def __init__(self, mask: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.mask = mask

@@ -48,8 +48,6 @@ def closed(factor: float) -> tuple[Callable[[Tensor], Tensor], Callable[[float],
 
 
 class Block(nn.Module):
-    """A layer with attributes that decide what it computes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
@@ -262,8 +260,6 @@ def test_containers_that_bound_methods_read_are_guarded(breaks: bool) -> None:
 
 
 class Appending(nn.Module):
-    """Appends to a list through a bound method."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen = list[Tensor]()
@@ -318,8 +314,6 @@ def test_guards_stay_right_when_the_model_keeps_writing_attributes() -> None:
 
 
 class Shifted(nn.Linear):
-    """Has a tensor that is not a buffer."""
-
     shift: Tensor | float
 
     def __init__(self) -> None:

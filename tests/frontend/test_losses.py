@@ -33,15 +33,11 @@ def test_modules_that_a_loss_refers_to_are_found() -> None:
 
 
 class Weighted(nn.MSELoss):
-    """Derived from a loss of PyTorch's."""
-
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return 2 * super().forward(input, target)
 
 
 class Own(nn.Module):
-    """A loss that is a module of the user's."""
-
     def forward(self, model: nn.Module, x: Tensor, y: Tensor | None = None) -> Tensor:
         return model(x).sum()  # type: ignore[no-any-return]
 

@@ -18,8 +18,6 @@ X = torch.tensor([[-1.0, 1.0]])
 
 
 class Net(nn.Sequential):
-    """With a method and an attribute."""
-
     def __init__(self) -> None:
         super().__init__(nn.Linear(2, 2), nn.Tanh())
         self.scale = 2.0

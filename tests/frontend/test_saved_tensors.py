@@ -68,8 +68,6 @@ def test_hooks_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Exp(Function):
-    """Saves its output."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         y = x.exp()

@@ -43,8 +43,6 @@ class Pair(NamedTuple):
 
 
 class Sum(namedtuple("Sum", "parts total")):
-    """A named tuple with a constructor of its own."""
-
     def __new__(cls, parts: list[int]) -> Sum:
         return super().__new__(cls, parts, sum(parts))
 
@@ -74,14 +72,10 @@ class Frozen:
 
 @dataclass
 class Listed(list):  # type: ignore[type-arg]
-    """Has items besides its fields."""
-
     x: int = 1
 
 
 class Registered:
-    """A container that is registered with PyTorch's pytree."""
-
     def __init__(self, x: object, about: object) -> None:
         self.x, self.about = x, about
 
@@ -101,7 +95,6 @@ def structure(value: object) -> Structure:
 
 
 def again(value: object) -> Any:
-    """A value flattened and unflattened."""
     tensors, shape = flatten(value)
     hash(shape)
     result = unflatten(shape, tensors)
@@ -343,8 +336,6 @@ class Shared(MutableMapping[str, Any]):
 
 
 class Refusing(Shared):
-    """Cannot be constructed from a dictionary, nor written to."""
-
     def __init__(self, **items: Any) -> None:
         super().__init__(items)
 
@@ -353,8 +344,6 @@ class Refusing(Shared):
 
 
 class Forgetful(Shared):
-    """Ignores the items that it is constructed from."""
-
     def __init__(self, *items: dict[str, Any]) -> None:
         super().__init__({"x": ONE, "n": 3})
 

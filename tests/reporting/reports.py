@@ -86,5 +86,4 @@ SPLIT = Report(
 
 
 def with_source(graph: OpGraph, name: str, source: str) -> OpGraph:
-    """The graph with another source line for one op."""
     return replace(graph, ops={**graph.ops, name: replace(graph.ops[name], source=source)})

@@ -16,7 +16,6 @@ from tests.scheduling.graphs import costs_of, graph_of, profile_with
 
 
 def advice(**fields: Any) -> tuple[str, ...]:
-    """What is advised for the report made by hand, with other fields."""
     report: Report = replace(REPORT, **fields)
     found = explanation_of(report, summary_of(report))
     assert found is not None

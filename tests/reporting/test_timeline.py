@@ -78,7 +78,6 @@ def require_no_overlap(found: list[dict[str, Any]]) -> None:
 
 
 def as_written(time_us: float) -> int:
-    """A time in ns."""
     return round(time_us * 1000.0)
 
 

@@ -19,8 +19,6 @@ from tests.cli.test_bench import constant, sticky
 
 
 class Net(nn.Module):
-    """A layer without symmetries."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
@@ -36,7 +34,6 @@ def subject() -> Subject:
 
 
 def comparison_with(monkeypatch: pytest.MonkeyPatch, subject: Subject, mode: Callable[..., Any]) -> Inference:
-    """A comparison with one more mode, ``"cheat"``."""
     monkeypatch.setattr(inference, "modes_of", lambda device: {"eager": eager, "cheat": mode})
     return Inference(subject)
 
@@ -63,8 +60,6 @@ def test_a_mode_that_cheats_is_wrong(
 
 
 class Random(nn.Module):
-    """Another output each time."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.rand_like(x)
 
@@ -97,8 +92,6 @@ def test_what_cannot_be_checked_is_refused(model: nn.Module, dtype: torch.dtype,
 
 
 class Spectrum(nn.Module):
-    """Complex numbers."""
-
     def forward(self, x: Tensor) -> Tensor:
         return torch.fft.fft(x)
 

@@ -42,7 +42,6 @@ def is_right(comparison: Training, mode: str) -> bool:
 
 
 def comparison_with(monkeypatch: pytest.MonkeyPatch, mode: Callable[..., Any], optimizer: str = "sgd") -> Training:
-    """A comparison with one more mode, ``"cheat"``."""
     monkeypatch.setattr(training, "training_modes_of", lambda device: {"eager": eager, "cheat": mode})
     return comparison_of(optimizer)
 

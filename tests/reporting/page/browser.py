@@ -26,12 +26,10 @@ class Visit:
         page.on("request", lambda request: self.asked_for.append(request.url))
 
     def open(self, html: str, path: Path) -> None:
-        """Show this page."""
         path.write_text(html, encoding="utf-8")
         self.page.goto(path.as_uri())
 
     def text(self, selector: str) -> str:
-        """What an element says."""
         return str(self.page.locator(selector).first.inner_text())
 
     def column(self, number: int) -> list[str]:

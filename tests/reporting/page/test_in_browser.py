@@ -29,7 +29,6 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(chromium: Any) -> Iterator[Visit]:
-    """A new window of a desktop."""
     context = chromium.new_context(viewport={"width": 1280, "height": 900})
     yield Visit(context.new_page())
     context.close()
