@@ -96,7 +96,7 @@ class Op:
         reads: the names of the storages, or parts of them, that it reads.
         writes: the names of those that it writes, including all that it allocates.
         allocates: storages that it allocates, on its stream.
-        orders: resources whose users keep their program order, e.g. ``"rng"``, ``"collective"``, ``"world"``.
+        orders: resources whose users keep their program order, e.g. ``"rng"``, ``"collective:0"``, ``"world"``.
         device: the device that it runs on, ``"cuda:0"`` or ``"cpu"``; the destination of a copy between devices.
         dtype: the dtype that it computes in, e.g. ``"float16"``.
         flops: floating-point operations.
@@ -107,6 +107,8 @@ class Op:
         uncapturable: why a CUDA graph cannot hold it, or ``""``.
         crosses: ``"upload"`` if it copies from the host's memory to the device's, ``"download"`` if it copies back, and
             ``"peer"`` if from one device to another.
+        group: the name of the process group over which it communicates, or ``""``.
+        processes: how many processes that group has.
     """
 
     name: str
@@ -125,6 +127,8 @@ class Op:
     source: str = ""
     uncapturable: str = ""
     crosses: str = ""
+    group: str = ""
+    processes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +240,11 @@ class OpGraph:
                 if name in users:
                     users[name].append(op.name)
         return {name: tuple(ops) for name, ops in users.items()}
+
+    @cached_property
+    def collectives(self) -> frozenset[str]:
+        """Ops that communicate with other processes, without the waits for their results."""
+        return frozenset(op.name for op in self.ops.values() if op.group)
 
     @cached_property
     def pinned(self) -> frozenset[str]:

@@ -37,10 +37,11 @@ from torch import fx
 from torch._ops import OperatorBase
 
 from autostream.analysis.capturability import NUMBER, ON_CPU, copy_direction, dependence_of
-from autostream.analysis.effects import Effects, effects_of
+from autostream.analysis.effects import EVERY_GROUP, Effects, effects_of, group_of
 from autostream.analysis.hazards import AccessHistory
 from autostream.analysis.memory import Memory, Names
 from autostream.analysis.parts import Division, divide
+from autostream.analysis.process_groups import processes_in
 from autostream.analysis.source import user_line
 from autostream.analysis.values import input_tensors, tensors_in, value_of
 from autostream.analysis.work import Work, count_work
@@ -74,7 +75,7 @@ def analyze(program: Program) -> OpGraph:
         >>> analyze(Program(module, (placeholder,), ("t_default",), "aten", "cpu")).ops["relu_default"].nodes
         ('relu_default', 't_default')
     """
-    effects = {node: effects_of(node) for node in program.module.graph.nodes}
+    effects = _with_groups({node: effects_of(node) for node in program.module.graph.nodes})
     draft = _Draft(program, divide(effects))
     for node, effect in effects.items():
         draft.add(node, effect)
@@ -86,6 +87,15 @@ def analyze(program: Program) -> OpGraph:
         prelude=tuple(draft.prelude),
         device=program.device,
     )
+
+
+def _with_groups(effects: Mapping[fx.Node, Effects]) -> Mapping[fx.Node, Effects]:
+    """The same effects, with the order of each process group for a node that may communicate over any."""
+    groups = frozenset(order for each in effects.values() for order in each.orders if order.startswith(EVERY_GROUP))
+    return {
+        node: replace(each, orders=each.orders | groups) if EVERY_GROUP in each.orders else each
+        for node, each in effects.items()
+    }
 
 
 @dataclass
@@ -156,7 +166,7 @@ class _Draft:
             if not group.effects.uncapturable:
                 nodes = map(self._nodes.__getitem__, group.members)
                 group.effects = replace(group.effects, uncapturable=next(filter(None, map(dependence_of, nodes)), ""))
-            if "collective" in group.effects.orders:
+            if any(order.startswith(EVERY_GROUP) for order in group.effects.orders):
                 # The collective runs until its result is waited for. NCCL records its stream on blocks of the caching
                 # allocator, but not on storages in the arena.
                 self.memory.keep_apart(self.memory.occupied(group.effects.reads + group.effects.writes))
@@ -282,6 +292,8 @@ def _op(group: _Group, work: Work, device: str, source: str) -> Op:
         source=source,
         uncapturable=group.effects.uncapturable,
         crosses=copy_direction(group.node),
+        group=group_of(group.node),
+        processes=processes_in(name) if (name := group_of(group.node)) else 1,
     )
 
 

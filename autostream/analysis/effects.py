@@ -74,7 +74,10 @@ ALLOCATES_ONLY = frozenset({"empty", "empty_like", "empty_permuted", "empty_stri
 _CHECKS = frozenset({"_assert_async", "_linalg_check_errors"})
 
 _COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
-_EVERY_ORDER = frozenset({"world", "rng", "collective"})
+_WAIT = "_c10d_functional::wait_tensor"
+EVERY_GROUP = "collective"
+"""The order of a call that may communicate over any process group."""
+_EVERY_ORDER = frozenset({"world", "rng", EVERY_GROUP})
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +85,11 @@ class Effects:
     """The effects of one fx node. The nodes named here are its arguments, in the order in which it takes them.
 
     Attributes:
-        reads: every argument but those that it only overwrites.
+        reads: every argument but those that it only overwrites. A wait for a collective also reads what that takes.
         writes: the arguments that it mutates.
         aliases: the arguments that its results may alias, even if the fake values do not.
-        orders: resources whose users keep their program order: ``"rng"``, ``"collective"``, ``"world"``.
+        orders: resources whose users keep their program order: ``"rng"``, ``"collective:0"`` for the process group
+            ``"0"``, ``"collective"`` for all process groups, ``"world"``.
         launches: whether it does more than make a view or compute a size.
         may_copy: whether strides decide if it is a view or a copy.
         copies: whether its result is new memory, even if the fake values alias.
@@ -145,6 +149,22 @@ def only_checks(node: fx.Node) -> bool:
     return isinstance(target, OpOverload) and base_name(target) in _CHECKS
 
 
+def group_of(node: fx.Node) -> str:
+    """The name of the process group over which a node communicates; ``""`` for other nodes, and if it is not known.
+
+    Example:
+        >>> import torch.distributed._functional_collectives
+        >>> graph = fx.Graph()
+        >>> x = graph.placeholder("x")
+        >>> group_of(graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "0")))
+        '0'
+    """
+    if not isinstance(node.target, OpOverload) or node.target.namespace not in _COLLECTIVES:
+        return ""
+    group = bound_arguments(node, node.target).get("group_name", "")
+    return str(getattr(group, "group_name", group))
+
+
 # --- operators with a schema -----------------------------------------------------------------------------------------
 
 
@@ -154,10 +174,15 @@ def _operator_effects(node: fx.Node, target: OpOverload) -> Effects:
     idle = base_name(target) in _DROPOUTS and not draws(target, arguments)
     writes = _named(arguments, written + _unannotated_writes(target, arguments))
     aliases = _named(arguments, (*aliased, "input") if idle else aliased)
-    orders = _orders(target, arguments, bool(writes))
+    orders = _orders(node, target, arguments, bool(writes))
     launches = bool(writes or orders) or not (idle or _only_views(node, target))
     return Effects(
-        reads=_named(arguments, [name for name in arguments if name not in _overwritten(target)]),
+        reads=_unique(
+            (
+                *_named(arguments, [name for name in arguments if name not in _overwritten(target)]),
+                *(_taken_by_collective(node) if target._schema.name == _WAIT else ()),
+            )
+        ),
         writes=writes,
         aliases=tuple(source for source in aliases if _could_alias(node, source)),
         orders=orders,
@@ -172,7 +197,7 @@ def _operator_effects(node: fx.Node, target: OpOverload) -> Effects:
 @cache
 def _annotated(target: OpOverload) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of the arguments that the schema says are written, and of those that results may alias."""
-    if target._schema.name == "_c10d_functional::wait_tensor":
+    if target._schema.name == _WAIT:
         # It returns its argument, which is complete only now. As a write, it comes before every later use.
         return ("tensor",), ("tensor",)
     infos = [(arg.name, arg.alias_info) for arg in target._schema.arguments]
@@ -200,9 +225,20 @@ def _unannotated_writes(target: OpOverload, arguments: dict[str, Any]) -> tuple[
     return _STATISTICS
 
 
-def _orders(target: OpOverload, arguments: dict[str, Any], writes: bool) -> frozenset[str]:
+def _taken_by_collective(wait: fx.Node) -> tuple[fx.Node, ...]:
+    """What the collective that a node waits for reads: until then it may still do so."""
+    source = wait.args[0]
+    while isinstance(source, fx.Node) and source.target is operator.getitem:
+        source = source.args[0]
+    return _inputs(source) if isinstance(source, fx.Node) and group_of(source) else ()
+
+
+def _orders(node: fx.Node, target: OpOverload, arguments: dict[str, Any], writes: bool) -> frozenset[str]:
+    if target._schema.name == _WAIT:
+        return frozenset()  # it comes after what it waits for, and may come after other collectives
     if target.namespace in _COLLECTIVES:
-        return frozenset({"collective"})
+        group = group_of(node)
+        return frozenset({f"{EVERY_GROUP}:{group}" if group else EVERY_GROUP})
     if draws(target, arguments):
         return frozenset({"rng"})
     only_for_its_effect = not target._schema.returns and not writes and base_name(target) not in _HOST_QUERIES

@@ -16,6 +16,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from autostream.costs.collectives import (
+    Interconnect,
+    collective_us,
+    interconnect_of,
+    multiprocessors_of_collective,
+)
 from autostream.costs.locality import missed_share
 from autostream.costs.occupancy import Kernel, busy_share
 from autostream.errors import CostError
@@ -37,6 +43,8 @@ _COPY_START_US = 2.0
 _LOOKUPS = frozenset({"embedding", "gather", "index", "index_select", "take"})
 """Ops that read only those elements of a table that they return."""
 
+_WAIT = "_c10d_functional.wait_tensor.default"
+
 _DENSE_FLOPS = 64
 """An op with more FLOPs per result than this is a matrix product or a convolution, computed tile by tile."""
 
@@ -57,14 +65,15 @@ _CUDA_GRAIN = _Grain(8192, 8192, 32 * 1024, 64 * 1024)
 _CPU_GRAIN = _Grain(32768, 4096, 32768 * 4, 32768 * 4)
 
 
-def price(graph: OpGraph, profile: DeviceProfile) -> Costs:
+def price(graph: OpGraph, profile: DeviceProfile, interconnect: Interconnect | None = None) -> Costs:
     """Estimate the cost of every op of a graph.
 
-    CPU ops in the graph of a GPU cost 0: they take no time of the device.
+    CPU ops in the graph of a GPU, and waits for collectives, cost 0: they take no time of the device.
 
     Args:
         graph: the ops.
         profile: the device; a dtype that it does not list counts as float32.
+        interconnect: what processes communicate over; by default, what the device has.
 
     Returns:
         Op name to cost, in program order; durations in µs.
@@ -84,7 +93,8 @@ def price(graph: OpGraph, profile: DeviceProfile) -> Costs:
     if on_gpu and profile.cache_bytes:
         bandwidth *= 1 + (_CACHED - 1) * (1 - missed_share(graph, profile))
     start_us = _DENSE_START_US if on_gpu else 0.0
-    return {op.name: _estimate(op, profile, graph.device, bandwidth, start_us) for op in graph.ops.values()}
+    link = interconnect or interconnect_of(profile, graph.device)
+    return {op.name: _estimate(op, profile, graph.device, bandwidth, start_us, link) for op in graph.ops.values()}
 
 
 def cost_of(
@@ -141,8 +151,12 @@ def traffic(op: Op) -> int:
     return _bytes_read(op) + op.bytes_written
 
 
-def _estimate(op: Op, profile: DeviceProfile, device: str, bandwidth: float, dense_start_us: float) -> OpCost:
-    if op.device == "cpu" and device != "cpu":
+def _estimate(
+    op: Op, profile: DeviceProfile, device: str, bandwidth: float, dense_start_us: float, link: Interconnect
+) -> OpCost:
+    if op.group:
+        return cost_of(op, profile, collective_us(op, link), "roofline", multiprocessors_of_collective(profile))
+    if (op.device == "cpu" and device != "cpu") or op.target == _WAIT:
         return OpCost(0.0, 1 / profile.multiprocessors, 0.0, "roofline")
     if op.crosses:  # a copy engine does it, and the multiprocessors stay free
         bandwidth = profile.peer_bandwidth if op.crosses == "peer" else profile.link_bandwidth

@@ -310,7 +310,11 @@ def _may_save_gradients(node: fx.Node) -> bool:
     """Whether a gradient may be a tensor that a node's forward computed: a user's own function may save one."""
     namespace = getattr(node.target, "namespace", getattr(getattr(node.target, "default", None), "namespace", ""))
     is_users = isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
-    return "autograd_function" in str(node.target) or (is_users and namespace not in ("aten", "prims", "autostream"))
+    return "autograd_function" in str(node.target) or (is_users and namespace not in _SAVE_NO_GRADIENTS)
+
+
+_SAVE_NO_GRADIENTS = ("aten", "prims", "autostream", "_c10d_functional", "_c10d_functional_autograd")
+"""Namespaces of operators whose backward passes on no tensor that their forward has computed."""
 
 
 def _has_storage(value: Any) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import networkx as nx
 import pytest
 import torch
+import torch.distributed._functional_collectives
 from hypothesis import given, settings
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
@@ -16,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 from autostream.analysis.capturability import NUMBER
 from autostream.analysis.dependencies import analyze
 from autostream.ir import Hazard, OpGraph, Role
+from autostream.scheduling.policies.sequential import one_stream
+from autostream.scheduling.releases import place_releases
 from tests.analysis.programs import Case, Run, Tape, aten, exported, run, same, topological_order
 from tests.analysis.random_programs import random_programs
 from tests.runtime.programs import Inception
@@ -383,3 +386,50 @@ def test_copies_between_host_and_device_run_on_the_device() -> None:
         ("relu_default", "copy__default"), ("copy__default", "neg_default"), ("relu_default", "add_tensor"),
         ("copy__default_1", "add_tensor"),
     }  # fmt: skip
+
+
+# Collectives
+
+c10d = torch.ops._c10d_functional
+
+
+def test_collectives_keep_the_order_of_their_group_and_waits_that_of_their_data(tape: Tape) -> None:
+    """Two groups, and a call that may use any.
+
+    x ─┬▶ all_reduce (a) ─────────────────────▶ wait_tensor ──▶ relu
+       ├▶ all_reduce_1 (a): after all_reduce, not after its wait
+       ├▶ all_reduce_2 (b): after neither
+       └▶ print: after all of them
+    """
+    x = tape.input(4)
+    first, second, other = (tape.call(c10d.all_reduce.default, x, "sum", group) for group in "aab")
+    waited = tape.call(c10d.wait_tensor.default, first)
+    tape.call(aten.relu.default, waited)
+    anything = tape.graph.call_function(print, (x,))
+    anything.meta["val"] = torch.ones(4)
+    graph = analyze(tape.case([waited]).program)
+    ordered = {(d.before, d.after, d.resource) for d in graph.dependencies if d.hazard is Hazard.ORDER}
+    assert ordered == {
+        (first.name, second.name, "collective:a"),
+        (second.name, anything.name, "collective:a"),
+        (other.name, anything.name, "collective:b"),
+    }
+    assert {before for before, after, _ in edges(graph) if after == waited.name} == {first.name}
+    assert [graph.ops[node.name].group for node in (first, other, waited)] == ["a", "b", ""]
+    assert graph.collectives == {first.name, second.name, other.name}
+
+
+def test_what_a_collective_takes_is_written_and_released_after_the_wait_for_it(tape: Tape) -> None:
+    """The collective reads its input until then: ``x ─▶ relu ─▶ gather ─▶ wait``, then ``relu`` is overwritten."""
+    taken = tape.call(aten.relu.default, tape.input(4))
+    gathered = tape.call(c10d.all_gather_into_tensor.default, taken, 2, "a")
+    waited = tape.call(c10d.wait_tensor.default, gathered)
+    overwritten = tape.call(aten.fill_.Scalar, taken, 0.0)
+    program = tape.case([waited]).program
+    graph = analyze(program)
+    assert (waited.name, overwritten.name, "WAR") in edges(graph)
+    tape.graph.erase_node(overwritten)
+    graph = analyze(program)
+    assert graph.users[taken.name][-1] == waited.name
+    (released,) = [one.op for one in place_releases(graph, one_stream(graph)).launches if taken.name in one.releases]
+    assert released == waited.name

@@ -164,8 +164,10 @@ def test_side_effects_and_collectives_are_ordered(tape: Tape) -> None:
     reduced = tape.graph.call_function(ops.all_reduce.default, (tape.input(4), "sum", "group"))
     waited = tape.graph.call_function(ops.wait_tensor.default, (reduced,))
     reduced.meta["val"] = waited.meta["val"] = torch.ones(4)
-    assert effects_of(reduced).orders == effects_of(waited).orders == {"collective"}
+    assert effects_of(reduced).orders == {"collective:group"}, "an order for each process group"
+    assert effects_of(waited).orders == frozenset(), "it comes after what it waits for"
     assert effects_of(waited).writes == effects_of(waited).aliases == (reduced,)
+    assert effects_of(waited).reads == (reduced, *reduced.all_input_nodes), "the collective may still read its input"
 
 
 # Calls that are not operators

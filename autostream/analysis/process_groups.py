@@ -1,0 +1,35 @@
+"""Process groups of ``torch.distributed`` by name, as ops of a graph have them.
+
+Private to PyTorch (seen in 2.11 and 2.13): ``_resolve_process_group``. A name that it does not know has no group here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def group_named(name: str) -> Any:
+    """The process group with a name, or ``None`` if this process is in none.
+
+    Example:
+        >>> group_named("nobody's") is None
+        True
+    """
+    resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group", None)
+    try:
+        return resolve(name)
+    except (RuntimeError, TypeError, ValueError):
+        return None
+
+
+def processes_in(name: str) -> int:
+    """How many processes a group has: 1 if this process does not know it.
+
+    Example:
+        >>> processes_in("nobody's")
+        1
+    """
+    group = group_named(name)
+    return 1 if group is None else int(group.size())
