@@ -13,13 +13,14 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph
+from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph, Timeline
 from autostream.reporting.explanation import Explanation, Gain, Spread, best_rival, explanation_of
 from autostream.reporting.memory import KeptOut, Memory, is_hopper
 from autostream.reporting.ops import EVERYTHING, FOLDED, Selection, ops_table, selected
 from autostream.reporting.parts import captured_share, devices, time_us
 from autostream.reporting.summary import Summary, gain, named, summary_of
 from autostream.reporting.tables import count, few, line, pairs, size, source, table, us
+from autostream.scheduling.communication import exposed_us
 
 if TYPE_CHECKING:
     from autostream.reporting.report import Report
@@ -174,6 +175,8 @@ def _lines(report: Report, numbers: Summary | None, explanation: Explanation | N
         yield "graph", _graph(report, report.graph, numbers)
     if report.costs and numbers:
         yield "work", _work(report.costs, numbers)
+    if report.graph and report.graph.collectives and report.timeline:
+        yield "communication", _communication(report.graph, report.timeline)
     if report.chosen and explanation:
         streams, hopper = report.chosen.schedule.streams, is_hopper(report.profile)
         yield from (("memory", said) for said in _memory(explanation.memory, streams, hopper))
@@ -354,6 +357,12 @@ def _work(costs: Costs, numbers: Summary) -> str:
     sources = "/".join(sorted({cost.source for cost in costs.values()}))
     gaps = f", {us(chain.us)} with its gaps" if chain.us > chain.work_us else ""
     return f"{us(numbers.work_us)} ({sources} costs), {us(chain.work_us)} of it on the critical path{gaps}"
+
+
+def _communication(graph: OpGraph, timeline: Timeline) -> str:
+    spent_us = sum(s.end_us - s.start_us for s in timeline.slices if s.op in graph.collectives)
+    exposed = f"{us(exposed_us(timeline, graph))} of it exposed: nothing else runs then"
+    return f"{us(spent_us)} in {count(len(graph.collectives), 'collective')} as predicted, {exposed}"
 
 
 LESS_WORKSPACE = "; CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8 in the environment makes that a quarter"

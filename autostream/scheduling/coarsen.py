@@ -39,7 +39,8 @@ class Coarse:
 def coarsen(graph: OpGraph, costs: Costs, profile: DeviceProfile, pinned: frozenset[str]) -> Coarse:
     """Contract every such dependency with an op that takes less than changing streams costs.
 
-    Dependencies between an op that is pinned to stream 0 and one that is not stay. O(V + E) for V ops and E edges.
+    Dependencies between an op that is pinned to stream 0 and one that is not stay, and so do those of collectives.
+    O(V + E) for V ops and E edges.
 
     Example:
         >>> from autostream.ir import Dependency, Hazard, Op
@@ -77,13 +78,14 @@ def expand(coarse: Coarse, assignment: Assignment) -> Assignment:
 
 def _heads(graph: OpGraph, costs: Costs, change_us: float, pinned: frozenset[str]) -> dict[str, str]:
     """The first op of each op's chain; ``change_us`` is what changing streams costs."""
-    names, head = list(graph.ops), dict[str, str]()
+    names, head, apart = list(graph.ops), dict[str, str](), graph.collectives
     for name, before in zip(names, graph.predecessors, strict=True):
         head[name] = name
         if len(before) == 1 and len(graph.successors[before[0]]) == 1:
             producer = names[before[0]]
             shorter_us = min(costs[producer].duration_us, costs[name].duration_us)
-            if shorter_us < change_us and (producer in pinned) == (name in pinned):
+            alike = (producer in pinned) == (name in pinned) and apart.isdisjoint((producer, name))
+            if shorter_us < change_us and alike:
                 head[name] = head[producer]
     return head
 

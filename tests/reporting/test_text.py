@@ -32,6 +32,14 @@ def rows(text: str, title: str) -> list[list[str]]:
     return [[line[start:end].strip() for start, end in columns] for line in body]
 
 
+def test_exposed_communication_is_told_where_there_are_collectives() -> None:
+    """``c`` runs from 6.5 to 10.5 µs, beside ``d`` until 9."""
+    assert "communication" not in values(render(REPORT))
+    group = replace(DIAMOND, ops={**DIAMOND.ops, "c": replace(DIAMOND.ops["c"], group="0")})
+    (said,) = values(render(replace(REPORT, graph=group)))["communication"]
+    assert said == "4.0 µs in 1 collective as predicted, 1.5 µs of it exposed: nothing else runs then"
+
+
 def test_why_it_is_not_faster_is_told_with_shares() -> None:
     title = "Why critical_path over 2 streams is not faster: 9.0 µs if its streams were always busy, and beyond that"
     assert rows(answers(REPORT), title) == [

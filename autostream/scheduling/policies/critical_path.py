@@ -11,6 +11,8 @@
    2002). It leaves its home stream only if it starts earlier by more than the edge back costs, and to use one more
    stream, by more than that and the join.
 
+Collectives have the last stream (:mod:`~autostream.scheduling.communication`), and no other op is on it.
+
 Launches are issued in the order of their starts. O(E + V·(log V + K)) for V ops, E dependencies and K streams.
 
 Starts assume that ops do not slow each other down; only the simulator models that. An ``sm_share`` of 1 says how many
@@ -20,12 +22,13 @@ does not keep them apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
 from autostream.ir import Assignment, Costs, Decision, DeviceProfile, OpGraph
+from autostream.scheduling.communication import collectives, set_apart
 from autostream.scheduling.structure import bottom_levels
 
 
@@ -46,14 +49,15 @@ def critical_path(
         starts 9.0 µs earlier than on stream 0
     """
     profile = profile.over(streams)
-    partial = _PartialSchedule(profile, free=[0.0] + [profile.fork_us] * (streams - 1))
+    apart = collectives(graph, streams, pinned)
+    partial = _PartialSchedule(profile, [0.0] + [profile.fork_us] * (streams - 1), streams - bool(apart), apart)
     _fill(partial, graph, costs, pinned)
     names = list(graph.ops)
     return Assignment(
         policy="critical_path",
-        streams=partial.used,
+        streams=partial.used + bool(apart),
         order=tuple([names[at] for at in sorted(partial.start, key=partial.start.__getitem__)]),
-        stream={name: partial.stream[at] for at, name in enumerate(names)},
+        stream=set_apart({name: partial.stream[at] for at, name in enumerate(names)}, apart),
         decisions=(_summary(partial, streams), *partial.decisions),
     )
 
@@ -68,7 +72,7 @@ def _fill(partial: _PartialSchedule, graph: OpGraph, costs: Costs, pinned: froze
     queues = _Queues()
     for at in inputs:
         queues.push(rank[at], 0.0, names[at] in pinned)
-    while (next_rank := queues.pop(partial.free)) is not None:
+    while (next_rank := queues.pop(partial.free[: partial.computing])) is not None:
         at = by_rank[next_rank]
         name = names[at]
         partial.place(at, name, costs[name].duration_us, inputs[at], name in pinned)
@@ -93,10 +97,15 @@ class _Inputs:
 
 @dataclass(slots=True)
 class _PartialSchedule:
-    """The stream, start and end of each op placed so far, and when each stream is free, µs after the fork."""
+    """The stream, start and end of each op placed so far, and when each stream is free, µs after the fork.
+
+    If some ops are set apart, the last stream is theirs; the first ``computing`` ones are for the others.
+    """
 
     profile: DeviceProfile
     free: list[float]
+    computing: int
+    apart: Set[str]
     used: int = 1
     stream: dict[int, int] = field(default_factory=dict)
     start: dict[int, float] = field(default_factory=dict)
@@ -118,22 +127,25 @@ class _PartialSchedule:
     def best_stream(self, inputs: _Inputs) -> int:
         """The stream of the earliest start, with penalties for leaving home and for using one more stream."""
         leaving_us = max(0.0, self.profile.cross_stream_edge_us - self.profile.same_stream_edge_us)
-        usable = self.free[: self.used + 1]
+        usable = self.free[: min(self.used + 1, self.computing)]
         starts = [(max(free, inputs.far) + leaving_us, True, stream) for stream, free in enumerate(usable)]
         if len(starts) > self.used:
             start, away, stream = starts[-1]
             starts[-1] = start + self.profile.join_us, away, stream
-        starts[inputs.home] = self.start_on(inputs.home, inputs), False, inputs.home
+        if inputs.home < self.computing:
+            starts[inputs.home] = self.start_on(inputs.home, inputs), False, inputs.home
         return min(starts)[-1]
 
     def place(self, at: int, name: str, duration_us: float, inputs: _Inputs, pinned: bool) -> None:
-        """Append an op to stream 0 or to its best one."""
-        stream = 0 if pinned else self.best_stream(inputs)
+        """Append an op to stream 0, to that of collectives, or to its best one."""
+        apart = name in self.apart
+        stream = 0 if pinned else self.computing if apart else self.best_stream(inputs)
         start = self.start_on(stream, inputs)
-        if stream != inputs.home:
+        if stream != inputs.home and not apart and inputs.home < self.computing:
             gain = None if pinned else self.start_on(inputs.home, inputs) - start
             self.decisions.append(_explain(name, stream, inputs.home, gain))
-        self.used = max(self.used, stream + 1)
+        if not apart:
+            self.used = max(self.used, stream + 1)
         self.stream[at], self.start[at], self.finish[at] = stream, start, start + duration_us
         self.free[stream] = start + duration_us + self.profile.same_stream_edge_us
 
@@ -179,6 +191,8 @@ def _explain(name: str, stream: int, home: int, gain_us: float | None) -> Decisi
 def _summary(partial: _PartialSchedule, streams: int) -> Decision:
     if streams == 1:
         return Decision("", "1 stream", "no more are allowed")
+    if partial.apart:
+        return Decision("", f"{partial.used + 1} streams", "the last is that of collectives, which run beside all else")
     if partial.used == 1:
         return Decision("", "1 stream", "no op would start earlier on another by more than the edges cost")
     return Decision("", f"{partial.used} streams", "some ops start earlier on another by more than the edges cost")

@@ -8,15 +8,18 @@
 3. Assign the paths to streams: a path goes to a stream whose last path ends before it can begin (interval
    partitioning: Kleinberg & Tardos 2005, section 4.1), else to an unused stream, else to the one that is free first.
 
+Collectives are on a stream of their own, whatever their path (:mod:`~autostream.scheduling.communication`).
+
 Launches are issued in the order of their earliest possible starts. Costs matter only for step 3 and this order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from autostream.ir import Assignment, Costs, Decision, DeviceProfile, OpGraph
 from autostream.scheduling.bitsets import reduction
+from autostream.scheduling.communication import collectives, set_apart
 from autostream.scheduling.matching import maximum_matching
 from autostream.scheduling.structure import top_levels
 
@@ -37,17 +40,18 @@ def path_cover(
         {'a': 0, 'b': 1}
     """
     earliest = top_levels(graph, costs)
-    paths = minimum_path_cover(graph)
-    stream_of_path = _assign_streams(paths, earliest, costs, streams)
+    paths, apart = minimum_path_cover(graph), collectives(graph, streams, pinned)
+    stream_of_path = _assign_streams(paths, earliest, costs, streams - bool(apart))
     stream = {name: at for path, at in zip(paths, stream_of_path, strict=True) for name in path}
     stream.update(dict.fromkeys(pinned & graph.ops.keys(), 0))
+    stream = set_apart(stream, apart) if apart else stream
     used = max(stream.values(), default=0) + 1
     return Assignment(
         policy="path_cover",
         streams=used,
         order=tuple(sorted(graph.ops, key=earliest.__getitem__)),
         stream={name: stream[name] for name in graph.ops},
-        decisions=_decisions(paths, stream_of_path, stream, used),
+        decisions=_decisions(paths, stream_of_path, stream, used, apart),
     )
 
 
@@ -88,7 +92,11 @@ def _assign_streams(
 
 
 def _decisions(
-    paths: tuple[tuple[str, ...], ...], stream_of_path: tuple[int, ...], stream: Mapping[str, int], used: int
+    paths: tuple[tuple[str, ...], ...],
+    stream_of_path: tuple[int, ...],
+    stream: Mapping[str, int],
+    used: int,
+    apart: Set[str],
 ) -> tuple[Decision, ...]:
     whole = Decision("", f"{used} stream{'s' * (used > 1)}", f"{len(paths)} paths hold every op, and no fewer do")
     # Neither length nor last op of a path: its ops may be chains, of which only the first ops are known here.
@@ -101,6 +109,6 @@ def _decisions(
         Decision(name, "stream 0", f"must be on the caller's stream; its path is on stream {at}")
         for path, at in zip(paths, stream_of_path, strict=True)
         for name in path
-        if stream[name] != at
+        if stream[name] != at and name not in apart
     )
     return (whole, *begun, *moved)

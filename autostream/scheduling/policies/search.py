@@ -4,7 +4,8 @@
                                                                                              ▲                   │
                                                                                              └───────────────────┘
 
-1. Coarsen: chains of short ops move as one (:mod:`~autostream.scheduling.coarsen`).
+1. Coarsen: chains of short ops move as one (:mod:`~autostream.scheduling.coarsen`). Collectives stay on a stream of
+   their own (:mod:`~autostream.scheduling.communication`).
 2. Start from the fastest schedule known for this number of streams or fewer.
 3. Make a random change: give a chain the stream of another, or any stream; swap the streams of two chains, or of all
    chains of two streams after some point; launch a chain earlier or later. Half of the changes are at random chains,
@@ -37,6 +38,7 @@ from random import Random
 
 from autostream.ir import FORK, Assignment, Costs, Decision, DeviceProfile, OpGraph, Schedule, Timeline
 from autostream.scheduling.coarsen import Coarse, coarsen, expand
+from autostream.scheduling.communication import collectives, set_apart
 from autostream.scheduling.peak import Footprint
 from autostream.scheduling.policies.critical_path import critical_path
 from autostream.scheduling.policies.path_cover import path_cover
@@ -344,11 +346,16 @@ class _Space:
 
     def changed(self, plan: _Plan, streams: int, random: Random) -> Placement:
         """The launch order and streams of a plan after one random change."""
+        apart = collectives(self.coarse.graph, streams, self.coarse.pinned)
         guided = plan.critical and random.random() < 0.5
         one, other = random.choice(plan.critical) if guided else random.choices(plan.order, k=2)
         change = random.choice((_follow, _lead, _swap, _swap_streams, _shift))
-        order, stream = change(plan, self.coarse.graph, one, other, streams, random)
-        return order, _without_gaps({**stream, **dict.fromkeys(self.coarse.pinned, 0)})
+        order, stream = change(plan, self.coarse.graph, one, other, streams - bool(apart), random)
+        stream = {**stream, **dict.fromkeys(self.coarse.pinned, 0)}
+        if apart:  # a change may have taken an op to their stream, or brought back one more
+            stream = {name: min(at, streams - 2) for name, at in stream.items()}
+            return order, set_apart(stream, apart)
+        return order, _without_gaps(stream)
 
     def assignment(self, plan: _Plan, reason: str) -> Assignment:
         """A plan as the policy's result, with one decision for the whole: reasons for single ops no longer hold."""

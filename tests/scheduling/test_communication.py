@@ -1,0 +1,102 @@
+"""Collectives on a stream of their own, by every policy, and the time in which nothing hides them.
+
+b0 ──▶ b1 ──▶ b2        a backward; each gradient is reduced (r), waited for (w) and used (u)
+│      │      │
+r0 ──▶ r1 ──▶ r2        ORDER of one process group
+w0-u0  w1-u1  w2-u2
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autostream.ir import Dependency, Hazard, OpCost, OpGraph, Slice, Timeline
+from autostream.scheduling.coarsen import coarsen
+from autostream.scheduling.communication import exposed_us
+from autostream.scheduling.policies import POLICIES
+from autostream.scheduling.policies.search import variants
+from autostream.scheduling.simulate import simulate
+from autostream.scheduling.synchronize import synchronize
+from autostream.scheduling.verify import verify
+from tests.scheduling.graphs import PRICED, graph_of
+
+LAYERS = 4
+REDUCTIONS = {f"r{at}" for at in range(LAYERS)}
+NONE = frozenset[str]()
+
+
+def backward(us: float = 10.0) -> tuple[OpGraph, dict[str, OpCost]]:
+    """The graph above, and costs: each op takes 10 µs and a third of the device, a reduction ``us``, a wait nothing."""
+    chain = [(f"b{at}", f"b{at + 1}") for at in range(LAYERS - 1)]
+    used = [(f"{a}{at}", f"{b}{at}") for at in range(LAYERS) for a, b in ("br", "rw", "wu")]
+    names = [*(f"b{at}" for at in range(LAYERS)), *(f"{kind}{at}" for at in range(LAYERS) for kind in "rwu")]
+    graph = graph_of([*chain, *used], names=names)
+    order = [Dependency(f"r{at}", f"r{at + 1}", Hazard.ORDER, "collective:0") for at in range(LAYERS - 1)]
+    group = {name: {"group": "0", "orders": frozenset({"collective:0"})} for name in REDUCTIONS}
+    ops = {name: replace(op, **group.get(name, {})) for name, op in graph.ops.items()}  # type: ignore[arg-type]
+    took = {"r": OpCost(us, 0.1, 0.1, "roofline"), "w": OpCost(0.0, 0.01, 0.0, "roofline")}
+    costs = {name: took.get(name[0], OpCost(10.0, 0.3, 0.1, "roofline")) for name in ops}
+    return replace(graph, ops=ops, dependencies=(*graph.dependencies, *order)), costs
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"sequential"}))
+@pytest.mark.parametrize("streams", [2, 3, 4])
+def test_collectives_have_a_stream_of_their_own_in_every_policy(policy: str, streams: int) -> None:
+    graph, costs = backward()
+    found = POLICIES[policy](graph, costs, PRICED, streams, NONE)
+    schedule = synchronize(graph, found)
+    verify(graph, schedule)
+    assert found.streams <= streams
+    last = found.streams - 1
+    assert {name for name, at in found.stream.items() if at == last} == REDUCTIONS
+    timeline = simulate(schedule, costs, PRICED)
+    alone = simulate(synchronize(graph, POLICIES["sequential"](graph, costs, PRICED, 1, NONE)), costs, PRICED)
+    assert timeline.makespan_us < alone.makespan_us - 25, "all but the last reduction are hidden"
+    if policy != "path_cover":  # which issues by the earliest possible start, and so waits before the backward ends
+        assert exposed_us(timeline, graph) < 16
+
+
+def test_one_stream_holds_all_and_exposes_all() -> None:
+    graph, costs = backward()
+    for policy in POLICIES.values():
+        assert set(policy(graph, costs, PRICED, 1, NONE).stream.values()) == {0}
+    timeline = simulate(synchronize(graph, POLICIES["sequential"](graph, costs, PRICED, 1, NONE)), costs, PRICED)
+    assert exposed_us(timeline, graph) == pytest.approx(10.0 * LAYERS)
+
+
+def test_a_collective_starts_when_its_input_is_there_however_long_earlier_ones_take() -> None:
+    """Reductions of 30 µs delay each other, and the backward not at all: it ends after four ops of 10 µs and 3 gaps."""
+    graph, costs = backward(30.0)
+    timeline = simulate(synchronize(graph, POLICIES["critical_path"](graph, costs, PRICED, 2, NONE)), costs, PRICED)
+    assert timeline.ends["b3"] == pytest.approx(40 + 3 * PRICED.same_stream_edge_us)
+    assert timeline.starts["r0"] == pytest.approx(10 + PRICED.cross_stream_edge_us)
+    assert timeline.starts["r1"] == pytest.approx(timeline.ends["r0"] + PRICED.same_stream_edge_us)
+
+
+def test_pinned_collectives_stay_on_the_callers_stream() -> None:
+    graph, costs = backward()
+    for name in POLICIES.keys() - {"sequential"}:
+        found = POLICIES[name](graph, costs, PRICED, 3, frozenset({"r0"}))
+        assert found.stream["r0"] == 0
+        assert len({found.stream[each] for each in REDUCTIONS - {"r0"}} - set(range(found.streams - 1))) == 1
+
+
+def test_no_chain_holds_a_collective_and_variants_leave_it_where_it_is() -> None:
+    graph, costs = backward()
+    short = dict.fromkeys(graph.ops, OpCost(0.1, 0.1, 0.1, "roofline"))
+    chains = coarsen(graph, short, PRICED, NONE).chains
+    assert all(len(chain) == 1 for chain in chains.values() if REDUCTIONS & set(chain))
+    schedule = synchronize(graph, POLICIES["critical_path"](graph, costs, PRICED, 3, NONE))
+    for variant, _ in zip(variants(graph, costs, PRICED, schedule, 3, NONE), range(20), strict=False):
+        assert {name for name, at in variant.stream.items() if at == variant.streams - 1} == REDUCTIONS
+
+
+def test_exposed_time_is_that_of_collectives_beside_which_nothing_runs() -> None:
+    """0 ─ b0 ─ 2     3 ─ b1 ─ 4; the reductions run from 1 to 6 and from 5 to 8: 2 to 3 and 4 to 8 are exposed."""
+    graph, _ = backward()
+    spans = {"b0": (0, 2), "b1": (3, 4), "r0": (1, 6), "r1": (5, 8)}
+    slices = tuple(Slice(name, 0, float(start), float(end)) for name, (start, end) in spans.items())
+    assert exposed_us(Timeline(slices), graph) == 5.0
+    assert exposed_us(Timeline(slices[:2]), graph) == 0.0
