@@ -9,10 +9,12 @@
     ├── FusionError                 a program's ops cannot be fused into kernels
     ├── ScheduleError               a schedule failed verification; it was not executed
     ├── CaptureError                a schedule cannot be captured into a CUDA graph
+    ├── GroupError                  processes of a group would not launch the same collectives
     └── MismatchError               a scheduled call did not compute what the model computes
 
-``OptionError``, ``TargetError`` and ``CostError`` are mistakes of the caller and always raised; ``MismatchError`` is
-raised with ``AUTOSTREAM_VERIFY=paranoid``. The others are caught by :func:`autostream.optimize`, which falls back and
+``OptionError``, ``TargetError`` and ``CostError`` are mistakes of the caller and always raised, and so is
+``GroupError``, after which the processes would wait for each other for ever; ``MismatchError`` is raised with
+``AUTOSTREAM_VERIFY=paranoid``. The others are caught by :func:`autostream.optimize`, which falls back and
 reports why, unless ``strict=True``. A ``FusionError`` is always caught: the program then runs without fused kernels.
 """
 
@@ -51,6 +53,10 @@ class ScheduleError(AutostreamError):
 
 class CaptureError(AutostreamError):
     """A schedule cannot be captured into a CUDA graph; the message names the op and the user's source line."""
+
+
+class GroupError(AutostreamError):
+    """Processes of a group would not launch the same collectives; the message names the rank and the difference."""
 
 
 class MismatchError(AutostreamError):

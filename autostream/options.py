@@ -159,6 +159,7 @@ class StepOptions(Options):
         decay: of that average, from 0 to 1.
         scaler: a ``torch.amp.GradScaler`` that scales the loss, runs the optimizer if the gradients are finite, and
             updates itself. ``scaler.update()`` is called in each step: a scaler of two steps counts both.
+        data_parallel: a process group of ``torch.distributed`` over which gradients are averaged.
 
     Example:
         >>> StepOptions.parse({"microbatch": 2})  # doctest: +ELLIPSIS
@@ -172,6 +173,7 @@ class StepOptions(Options):
     average: nn.Module | None = None
     decay: float = _DECAY
     scaler: torch.amp.GradScaler | None = None
+    data_parallel: torch.distributed.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)

@@ -79,6 +79,9 @@ def price_program(
 
 
 def _measures(options: Options, graph: OpGraph) -> bool:
+    """Whether ops are timed: not beside collectives, since all processes have to make the same schedule."""
+    if graph.collectives:
+        return False
     return options.costs == "measured" or (options.costs == "auto" and graph.device != "cpu")
 
 

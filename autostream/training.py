@@ -16,7 +16,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,12 @@ from autostream.dispatch.step_graphs import Done, Refusal, StepGraphs, plan_step
 from autostream.dispatch.steps import Step, graphs_of
 from autostream.errors import TargetError, TraceError
 from autostream.frontend.averages import differing_buffers
+from autostream.frontend.data_parallel import DataParallel, data_parallel_of, share
 from autostream.frontend.losses import Loss
 from autostream.frontend.model_proxy import proxy_of
 from autostream.frontend.modules import name_of
 from autostream.frontend.optimizers import TRACED, note_step, obstacle, takes_closure
-from autostream.frontend.parameters import stateless
+from autostream.frontend.parameters import parameters_of, stateless
 from autostream.frontend.training_steps import Gradients
 from autostream.frontend.tree import map_tensors
 from autostream.fusion.inductor import check_level, check_settings
@@ -41,7 +43,11 @@ from autostream.options import Options, StepOptions, disabled
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.runtime.input_buffers import BufferTable
+from autostream.tuning.agreement import agree
 from autostream.utils.storages import storage_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +93,7 @@ def train_step(
         loss_fn: a loss of PyTorch, such as ``nn.CrossEntropyLoss()`` or ``F.mse_loss``, which compares the model's
             outputs with the last element of the batch; or a function ``loss_fn(model, *batch)`` that returns a scalar
             loss, or a tuple that begins with it, such as ``(loss, outputs)``.
-        **options: ``microbatches``, ``max_norm``, ``average``, ``decay`` and ``scaler``, see
+        **options: ``microbatches``, ``max_norm``, ``average``, ``decay``, ``scaler`` and ``data_parallel``, see
             :class:`~autostream.options.StepOptions`, and those of :class:`~autostream.options.Options`. Signatures
             beyond ``max_signatures`` run eagerly.
 
@@ -124,6 +130,11 @@ def train_step(
     check_level(chosen.kernels)
     if chosen.scaler is not None and not isinstance(chosen.scaler, torch.amp.GradScaler):
         raise TargetError(f"scaler has to be a torch.amp.GradScaler, not {chosen.scaler!r}")
+    if chosen.data_parallel is not None and takes_closure(optimizer):
+        raise TargetError(
+            f"{type(optimizer).__name__} takes a closure, which it may call more often in one process than in another: "
+            "leave data_parallel out"
+        )
     if chosen.scaler is not None and takes_closure(optimizer):
         raise TargetError(
             f"{type(optimizer).__name__} takes a closure, which no GradScaler allows: leave the scaler out"
@@ -133,7 +144,9 @@ def train_step(
     return TrainStep(model, optimizer, loss_fn, chosen)
 
 
-def step(*, optimizers: Sequence[Optimizer], **options: Any) -> Callable[[Callable[..., Any]], StepFunction]:
+def step(
+    *, optimizers: Sequence[Optimizer], data_parallel: ProcessGroup | None = None, **options: Any
+) -> Callable[[Callable[..., Any]], StepFunction]:
     """Make one scheduled graph of a training step that is written out: any number of losses and optimizers.
 
     Decorates a function that calls ``backward()`` or ``torch.autograd.grad``, ``optimizer.step()`` and
@@ -153,6 +166,9 @@ def step(*, optimizers: Sequence[Optimizer], **options: Any) -> Callable[[Callab
 
     Args:
         optimizers: those that the function steps: SGD, Adam, AdamW, RMSprop or Adagrad of ``torch.optim``.
+        data_parallel: a process group of ``torch.distributed`` over which the gradients of each backward are averaged,
+            as by ``DistributedDataParallel``. All its processes call ``step`` and then the function in the same order,
+            and begin with the parameters of the first.
         **options: those of :class:`~autostream.options.Options`.
 
     Raises:
@@ -191,12 +207,29 @@ def step(*, optimizers: Sequence[Optimizer], **options: Any) -> Callable[[Callab
     check_settings(chosen.inductor_options)
     check_level(chosen.kernels)
 
+    parallel = None
+    if data_parallel is not None:
+        parallel = _beginning_alike(data_parallel, [*chain.from_iterable(map(parameters_of, optimizers))])
+
     def decorate(function: Callable[..., Any]) -> StepFunction:
         if not callable(function):
             raise TargetError(f"step decorates a function, not {function!r}")
-        return StepFunction(function, optimizers, chosen)
+        return StepFunction(function, optimizers, chosen, parallel)
 
     return decorate
+
+
+def _beginning_alike(group: ProcessGroup, tensors: Sequence[Tensor]) -> DataParallel:
+    """Data parallelism over a process group, all of whose processes get the tensors of the first.
+
+    Raises:
+        GroupError: another process has other tensors, or has not come here in time.
+        TargetError: it is no process group.
+    """
+    parallel = data_parallel_of(group)
+    agree(parallel.group, [f"a tensor of {tuple(tensor.shape)} and {tensor.dtype}" for tensor in tensors])
+    share(group, tensors)
+    return parallel
 
 
 _EAGER_OPTIMIZER = "the optimizer runs as it is"
@@ -231,7 +264,11 @@ class TrainStep:
         self, model: nn.Module, optimizer: Optimizer, loss_fn: Callable[..., Any], options: StepOptions
     ) -> None:
         self._parts = model, optimizer, loss_fn, options
-        self._step = step = Step(Loss(loss_fn, model), optimizer, options)
+        parallel = None
+        if options.data_parallel is not None:
+            tensors = dict.fromkeys([*model.parameters(), *model.buffers(), *parameters_of(optimizer)])
+            parallel = _beginning_alike(options.data_parallel, [*tensors])
+        self._step = step = Step(Loss(loss_fn, model), optimizer, options, parallel)
         self.input_buffers, self.disabled = BufferTable(), disabled()
         reason = obstacle(optimizer)
         self._whole = None if reason else graphs_of(step, self.input_buffers, whole=True)
@@ -368,7 +405,7 @@ class TrainStep:
         scheduled = proxy_of(model, self._model) if helps and not parallel else None
         if scheduled is None:
             return self._step, "plain"
-        return Step(Loss(loss_fn, scheduled), optimizer, options), _EAGER_LOSS
+        return Step(Loss(loss_fn, scheduled), optimizer, options, self._step.data_parallel), _EAGER_LOSS
 
     def plan(
         self, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None = None

@@ -46,6 +46,7 @@ ALLOWED = {
     "average": [None],
     "decay": [0.999, 0, 1, 0.5],
     "scaler": [None],
+    "data_parallel": [None],
 }
 REFUSED = {
     "streams": [0, -1, MAX_STREAMS + 1, 2.0, True, "2", None, "AUTO"],
@@ -68,6 +69,7 @@ REFUSED = {
     "average": [],
     "decay": [-0.1, 1.1, math.nan, True, None],
     "scaler": [],
+    "data_parallel": [],
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import update_wrapper
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 
 from autostream.dispatch.step_graphs import Done, StepGraphs, plan_step
 from autostream.errors import TargetError
+from autostream.frontend.data_parallel import DataParallel
 from autostream.frontend.losses import modules_in
 from autostream.frontend.optimizers import note_step
 from autostream.frontend.parameters import stateless
@@ -42,14 +44,22 @@ class StepFunction:
         function: the step.
         optimizers: those whose ``step`` it calls.
         options: how to schedule it.
+        data_parallel: averages the gradients of each backward, if processes share the step.
 
     Attributes:
         input_buffers: buffers that captured graphs read in place, filled by :func:`autostream.prefetch`.
         disabled: whether every step runs eagerly: ``AUTOSTREAM_DISABLE`` was set when this was made.
     """
 
-    def __init__(self, function: Callable[..., Any], optimizers: Sequence[Optimizer], options: Options) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        optimizers: Sequence[Optimizer],
+        options: Options,
+        data_parallel: DataParallel | None = None,
+    ) -> None:
         self._function, self._optimizers = function, tuple(optimizers)
+        self._data_parallel, self._averaged = data_parallel, set[int]()
         update_wrapper(self, function)
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._stateless: list[frozenset[int]] = [frozenset() for _ in optimizers]
@@ -62,6 +72,8 @@ class StepFunction:
             lambda: _owner_of(function),
             self._run_eagerly,
             self.input_buffers,
+            data_parallel,
+            averages=True,
         )
         self._eager: dict[str, Decision] = {}
 
@@ -108,7 +120,9 @@ class StepFunction:
         return self._run_eagerly(*args, **kwargs)
 
     def _run_eagerly(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.enable_grad():
+        parallel = self._data_parallel
+        averaging = parallel.averaging(self._optimizers, self._averaged) if parallel else nullcontext()
+        with torch.enable_grad(), averaging:
             return map_tensors(Tensor.detach, self._function(*args, **kwargs))
 
     def plan(

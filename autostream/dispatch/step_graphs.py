@@ -30,9 +30,18 @@ from autostream.dispatch.optimized_callable import OptimizedCallable
 from autostream.dispatch.paranoid import compared
 from autostream.dispatch.scheduled_program import Label, ModelContext, NoSchedule, ScheduledProgram
 from autostream.dispatch.step_replay import StepReplay, circumstances
-from autostream.errors import AutostreamError, FastPathError, OptionError, TargetError, TraceError, first_line
+from autostream.errors import (
+    AutostreamError,
+    FastPathError,
+    GroupError,
+    OptionError,
+    TargetError,
+    TraceError,
+    first_line,
+)
 from autostream.frontend.batches import detached
 from autostream.frontend.capture import Capture
+from autostream.frontend.data_parallel import DataParallel
 from autostream.frontend.eager_only import has_torchscript, unusual_call, unusual_tensor
 from autostream.frontend.inputs import aliases_of, described
 from autostream.frontend.optimizers import Hyperparameters, groups_of, obstacle
@@ -47,6 +56,7 @@ from autostream.pipeline import check_one_device, check_plannable, device_of, pl
 from autostream.reporting.report import Report
 from autostream.runtime.cuda_graph import GraphPools
 from autostream.runtime.input_buffers import BufferTable
+from autostream.tuning.agreement import agree
 from autostream.utils.locks import preparing
 from autostream.utils.stopwatch import Stopwatch
 
@@ -167,6 +177,8 @@ class StepGraphs:
         modules: makes one module with all modules of the step, for the names of tensors in reports.
         eager: runs the step eagerly.
         input_buffers: buffers that captured graphs may read in place.
+        data_parallel: the group over which the step's gradients are averaged, if there is one.
+        averages: whether its graph has to average them, which the body does not do.
         updates: whether the step calls the optimizers' ``step``.
     """
 
@@ -179,9 +191,12 @@ class StepGraphs:
         modules: Callable[[], nn.Module],
         eager: Callable[..., Any],
         input_buffers: BufferTable,
+        data_parallel: DataParallel | None = None,
         *,
+        averages: bool = False,
         updates: bool = True,
     ) -> None:
+        self._data_parallel, self.averaging = data_parallel, data_parallel if averages else None
         self.body, self.optimizers, self.options, self.name = body, optimizers, options, name
         self.modules, self.eager = modules, eager
         self.updated = optimizers if updates else ()
@@ -322,7 +337,7 @@ class StepGraphs:
                 new: Entry | Refusal = Entry(self, call)
                 inputs = new.inputs(call)
                 assert inputs is not None, "the guards hold for the call that was captured"
-            except (OptionError, TargetError):
+            except (OptionError, TargetError, GroupError):
                 raise
             except Exception as error:
                 if self.options.strict:
@@ -331,6 +346,8 @@ class StepGraphs:
                 reason = (
                     str(error).partition("\n\nWhile")[0] if expected else f"it cannot be scheduled: {first_line(error)}"
                 )
+                if self._data_parallel is not None:  # the others may not wait for a graph of this process
+                    agree(self._data_parallel.group, ["the step as it is written"])
                 new, inputs = Refusal(reason, begins_without=call.begins_without), ()
             self._admission.add(call.key, [*self._admission.entries.get(call.key, []), new])
             return new, inputs
@@ -404,7 +421,7 @@ def trace(graphs: StepGraphs, call: Call, device: str | None = None) -> tuple[Ca
         raise TraceError(reason)
     graphs.body.parameters, graphs.body.owner = call.parameters, modules
     captured = capture_step(graphs.body, graphs.updated, call.args, call.kwargs)
-    return captured, trace_step(captured, call.updates, modules, device)
+    return captured, trace_step(captured, call.updates, modules, call.every, graphs.averaging, device=device)
 
 
 def plan_step(
@@ -438,7 +455,10 @@ def plan_step(
 def _uncapturable(modules: nn.Module) -> str:
     parts = list(modules.modules())
     if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in parts):
-        return "DistributedDataParallel averages gradients by hooks, which a graph would not call"
+        return (
+            "DistributedDataParallel averages gradients by hooks, which a graph would not call: give the model itself, "
+            "and data_parallel=process_group"
+        )
     if any(isinstance(value, OptimizedCallable) for part in parts for value in vars(part).values()):
         return "it, or a part of it, is optimized already: give the model itself, and optimize no part of it"
     if has_torchscript(modules):

@@ -14,6 +14,7 @@ from autostream.dispatch.step_graphs import StepGraphs
 from autostream.errors import TargetError
 from autostream.frontend.averages import check_average, follow
 from autostream.frontend.batches import Batch, detached, loss_in, parts_of, summed
+from autostream.frontend.data_parallel import DataParallel
 from autostream.frontend.losses import Loss, modules_in
 from autostream.frontend.modules import name_of
 from autostream.frontend.optimizers import has_own_zero_grad
@@ -36,13 +37,16 @@ class Step:
         loss: of the model.
         optimizer: of the parameters that are trained.
         options: of the step.
+        data_parallel: averages the gradients, if processes share the step.
 
     Raises:
         TargetError: the optimizer has a parameter of neither the model nor the loss.
     """
 
-    def __init__(self, loss: Loss, optimizer: Optimizer, options: StepOptions) -> None:
-        self.loss, self.optimizer, self.options = loss, optimizer, options
+    def __init__(
+        self, loss: Loss, optimizer: Optimizer, options: StepOptions, data_parallel: DataParallel | None = None
+    ) -> None:
+        self.loss, self.optimizer, self.options, self.data_parallel = loss, optimizer, options, data_parallel
         self.model, self.average, self.scaler = loss.model, options.average, options.scaler
         self.check_parameters()
 
@@ -119,6 +123,8 @@ class Step:
                 loss.backward()  # type: ignore[no-untyped-call]
                 results.append(detached(result))
             parameters = parameters_of(self.optimizer)  # the forward may have added some
+            if self.data_parallel is not None:
+                self.data_parallel.average(parameters)
             gradients = [parameter.grad for parameter in parameters]
         clear_gradients(set(parameters).difference(known))
         if any(gradient is None for gradient in gradients):
@@ -201,6 +207,8 @@ def graphs_of(step: Step, input_buffers: BufferTable, *, whole: bool) -> StepGra
         return step.complete(*differentiated) if whole else differentiated
 
     loss, optimizer, options = step.loss, step.optimizer, step.options
-    body = WholeStep(loss, optimizer, options) if whole else Differentiation(loss, options)
+    parallel = step.data_parallel
+    body = WholeStep(loss, optimizer, options, parallel) if whole else Differentiation(loss, options, parallel)
     name = f"{name_of(step.model)}, {'TrainingStep' if whole else 'Backward'}"
-    return StepGraphs(body, (optimizer,), options, name, lambda: step.modules, eager, input_buffers, updates=whole)
+    made = (body, (optimizer,), options, name, lambda: step.modules, eager, input_buffers, parallel)
+    return StepGraphs(*made, updates=whole)

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from autostream.errors import AutostreamError, TraceError
 from autostream.frontend.aten import GraphInput, as_program, traced_on_fakes
 from autostream.frontend.capture import Capture
+from autostream.frontend.data_parallel import NOT_OF_A_BACKWARD, DataParallel
 from autostream.frontend.decompositions import SPLIT_CONVOLUTIONS, split_lists
 from autostream.frontend.eager_only import unusual
 from autostream.frontend.inputs import names_of
@@ -80,13 +81,23 @@ def _flat(inputs: Sequence[Tensor], updates: Sequence[Update]) -> list[Tensor]:
     return [*inputs, *states, *(each.numbers for each in updates)]
 
 
-def trace_step(captured: Capture, updates: Sequence[Update], modules: nn.Module, device: str | None = None) -> Traced:
+def trace_step(
+    captured: Capture,
+    updates: Sequence[Update],
+    modules: nn.Module,
+    trained: Sequence[Tensor] = (),
+    data_parallel: DataParallel | None = None,
+    *,
+    device: str | None = None,
+) -> Traced:
     """Trace a captured step. Nothing is computed, and no tensor changes.
 
     Args:
         captured: by ``step_capture.capture_step``.
         updates: the optimizers, in the order in which they were given there.
         modules: the owner of parameters and buffers, which gives them their names.
+        trained: the parameters of the optimizers.
+        data_parallel: averages the gradients of these after each backward, if the step does not do so itself.
         device: the device that the program is for, to plan for one that this machine lacks.
 
     Raises:
@@ -108,10 +119,11 @@ def trace_step(captured: Capture, updates: Sequence[Update], modules: nn.Module,
     order = sorted(range(len(flat)), key=lambda at: (_ROLES.index(names[at][0]), at))
     inputs: list[GraphInput] = [(*names[at], flat[at]) for at in order]
     indices = [order.index(at) for at in range(len(flat))]
+    averaging = None if data_parallel is None else _Averaging(data_parallel, captured, trained)
     try:
-        graph = _traced_below_autograd(_Run(captured, updates, indices, recomputes=True), inputs)
+        graph = _traced_below_autograd(_Run(captured, updates, indices, averaging, recomputes=True), inputs)
     except _RandomRecomputation:
-        graph = _traced_below_autograd(_Run(captured, updates, indices, recomputes=False), inputs)
+        graph = _traced_below_autograd(_Run(captured, updates, indices, averaging, recomputes=False), inputs)
     program, constants = as_program(graph, inputs, device)
     positions = {names[at]: at for at in order}
     sources: list[int | Tensor] = []
@@ -157,9 +169,16 @@ class _Run:
     """The function to trace: the captured graph on fake tensors, with the optimizers' updates in it."""
 
     def __init__(
-        self, captured: Capture, updates: Sequence[Update], indices: Sequence[int], *, recomputes: bool
+        self,
+        captured: Capture,
+        updates: Sequence[Update],
+        indices: Sequence[int],
+        averaging: _Averaging | None,
+        *,
+        recomputes: bool,
     ) -> None:
         self._captured, self._updates, self._indices, self._recomputes = captured, updates, indices, recomputes
+        self._averaging = averaging
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
         """The outputs of the captured graph."""
@@ -168,7 +187,8 @@ class _Run:
         inputs = [next(fakes) for _ in self._captured.tensors]
         states = [[next(fakes) for _ in each.state.tensors] for each in self._updates]
         numbers = [*fakes]
-        interpreter = _Interpreter(self._captured.module, self._recomputes, self._updates, states, numbers)
+        known = self._captured.module, self._recomputes, self._updates, states, numbers, self._averaging
+        interpreter = _Interpreter(*known)
         with torch.enable_grad(), torch.autograd.set_detect_anomaly(True, check_nan=False):  # records the user's lines
             outputs = interpreter.run(*inputs)
         interpreter.scalers.check()
@@ -217,8 +237,12 @@ class _Interpreter(fx.Interpreter):
         updates: Sequence[Update],
         states: Sequence[Sequence[Tensor]],
         numbers: Sequence[Tensor],
+        averaging: _Averaging | None,
     ) -> None:
         super().__init__(module)
+        self._averaging = averaging
+        self._averages: dict[int, Tensor] = {}
+        """Averaged gradients, and the memory that they were copied to, by identity."""
         self._recomputes, self.recomputes_random = recomputes, False
         self._updates, self._states, self._numbers = updates, states, numbers
         self.scalers = Scalers(self._update)
@@ -236,15 +260,33 @@ class _Interpreter(fx.Interpreter):
             if gradient.layout is not torch.strided:
                 raise TraceError(f"the gradient of a parameter has the layout {gradient.layout}")
             kinds = [(each.dtype, each.shape, layout_of(each)) for each in (memory, gradient)]
-            if kinds[0] == kinds[1] and self._takes and storage_of(gradient) not in self._taken:
+            is_average = id(gradient) in self._averages  # a part of its bucket that nothing else uses
+            if is_average:
+                self._averages[id(memory)] = memory
+            is_own = is_average or (self._takes and storage_of(gradient) not in self._taken)
+            if kinds[0] == kinds[1] and is_own:
                 self._taken.add(storage_of(gradient))
                 self.env[node.args[0]] = gradient  # type: ignore[index]
                 return gradient
         result = super().run_node(node)
+        if node.target is torch.autograd.grad and self._averaging is not None:
+            result = self._averaged(self._averaging, node, result)
         if node.target is not torch.autograd.grad and not _is_gradient(node):
             tensors = result if isinstance(result, tuple | list) else (result,)
             self._taken.update(map(storage_of, filter(_has_storage, tensors)))
         return result
+
+    def _averaged(self, averaging: _Averaging, node: fx.Node, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The gradients of a backward, with averages for those of the optimizers' parameters."""
+        places = averaging.places(node)
+        parameters = [self.env[node.args[1][at]] for at in places]  # type: ignore[index]
+        if any(gradients[at].requires_grad for at in places):
+            raise TraceError("data_parallel averages no gradients that are differentiated again: no create_graph=True")
+        with torch.no_grad():
+            means = averaging.data_parallel.averages([gradients[at] for at in places], parameters)
+        self._averages.update((id(mean), mean) for mean in means)
+        found = dict(zip(places, means, strict=True))
+        return [found.get(at, gradient) for at, gradient in enumerate(gradients)]
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run a ``call_function`` node."""
@@ -280,6 +322,10 @@ class _Interpreter(fx.Interpreter):
         gradients: Sequence[Tensor | None],
         skipped: Tensor | None = None,
     ) -> None:
+        if self._averaging is not None and any(
+            gradient is not None and id(gradient) not in self._averages for gradient in gradients
+        ):
+            raise TraceError(NOT_OF_A_BACKWARD)
         known = self._updates[index]
         state: dict[Tensor, dict[str, Tensor]] = {}
         for (at, name), value in zip(known.state.names, self._states[index], strict=True):
@@ -290,6 +336,39 @@ class _Interpreter(fx.Interpreter):
             parameter.grad = gradient
         update(known.optimizer, known.groups, self._numbers[index], by_group, state, skipped)
         clear_gradients(parameters)
+
+
+class _Averaging:
+    """Which gradients of a captured step are averaged.
+
+    Args:
+        data_parallel: how.
+        captured: the step.
+        trained: the parameters of its optimizers.
+
+    Attributes:
+        data_parallel: how.
+    """
+
+    def __init__(self, data_parallel: DataParallel, captured: Capture, trained: Sequence[Tensor]) -> None:
+        self.data_parallel = data_parallel
+        order = {id(parameter): at for at, parameter in enumerate(dict.fromkeys(trained))}
+        placeholders = captured.module.graph.find_nodes(op="placeholder")
+        self._order = {
+            node: order[id(tensor)]
+            for node, tensor in zip(placeholders, captured.tensors, strict=True)
+            if id(tensor) in order
+        }
+
+    def places(self, node: fx.Node) -> list[int]:
+        """The places of these gradients among the results of a backward, in the order of the parameters.
+
+        ``torch.autograd.grad`` of a user has none: as in an eager step, only those are averaged that go to ``.grad``.
+        """
+        sources: Any = node.args[1]
+        taken = {user.args[1] for user in node.users if _is_gradient(user) and any(map(_takes_gradient, user.users))}
+        places = [at for at, source in enumerate(sources) if at in taken and source in self._order]
+        return sorted(places, key=lambda at: self._order[sources[at]])
 
 
 def _is_gradient(node: fx.Node) -> bool:

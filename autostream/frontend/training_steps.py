@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from autostream.errors import TargetError
 from autostream.frontend.averages import follow_tensors, pairs_of
 from autostream.frontend.batches import Batch, parts_of, summed
+from autostream.frontend.data_parallel import DataParallel
 from autostream.frontend.losses import Loss
 from autostream.frontend.step_capture import Body
 from autostream.options import StepOptions
@@ -26,13 +27,14 @@ class Differentiation(Body):
     Args:
         loss: of the model.
         options: of the step.
+        data_parallel: averages the gradients, if processes share the step.
     """
 
     takes_gradients = False
 
-    def __init__(self, loss: Loss, options: StepOptions) -> None:
+    def __init__(self, loss: Loss, options: StepOptions, data_parallel: DataParallel | None = None) -> None:
         super().__init__(loss)
-        self.loss, self.options = loss, options
+        self.loss, self.options, self.data_parallel = loss, options, data_parallel
 
     def run(self, *batch: Any) -> tuple[Any, Gradients]:
         """Differentiate the loss, scaled if there is a scaler."""
@@ -58,6 +60,10 @@ class Differentiation(Body):
                     memory.copy_(gradient)
                     gradients[parameter] = gradients[parameter] + memory if parameter in gradients else memory
             results.append(result)
+        if self.data_parallel is not None:
+            with torch.no_grad():
+                means = self.data_parallel.averages([*gradients.values()], [*gradients])
+                gradients = dict(zip(gradients, means, strict=True))
         return summed(results), [gradients.get(parameter) for parameter in parameters]
 
 
@@ -68,10 +74,13 @@ class WholeStep(Differentiation):
         loss: of the model.
         optimizer: of its parameters.
         options: of the step.
+        data_parallel: averages the gradients, if processes share the step.
     """
 
-    def __init__(self, loss: Loss, optimizer: Optimizer, options: StepOptions) -> None:
-        super().__init__(loss, options)
+    def __init__(
+        self, loss: Loss, optimizer: Optimizer, options: StepOptions, data_parallel: DataParallel | None = None
+    ) -> None:
+        super().__init__(loss, options, data_parallel)
         self.optimizer = optimizer
 
     def run(self, *batch: Any) -> Any:

@@ -9,9 +9,11 @@ its result. (NCCL runs its kernels on a stream of its own anyway; the stream tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import zip_longest
 
-from autostream.ir import OpGraph, Timeline
+from autostream.ir import OpGraph, Schedule, Timeline
 
 
 def collectives(graph: OpGraph, streams: int, pinned: Set[str]) -> frozenset[str]:
@@ -56,3 +58,62 @@ def exposed_us(timeline: Timeline, graph: OpGraph) -> float:
         exposed += max(0.0, end - at)
         covered_to = max(covered_to, end)
     return exposed
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What all processes of a group have to agree on.
+
+    Attributes:
+        op: what is called, e.g. ``"all_reduce_"``.
+        dtype: of its tensors.
+        bytes: of the larger of what it takes and returns.
+        group: the number of its process group, in the order of their first collectives: processes that share one group
+            may be in different others.
+    """
+
+    op: str
+    dtype: str
+    bytes: int
+    group: int
+
+    def __str__(self) -> str:
+        """In words."""
+        return f"{self.op} of {self.bytes:,} bytes of {self.dtype} in process group {self.group + 1}"
+
+
+def sequence(graph: OpGraph, schedule: Schedule) -> tuple[Collective, ...]:
+    """The collectives of a schedule, in the order in which it launches them.
+
+    If all processes launch the same in the same order, over all groups, none waits for ever: the first that some
+    process has not launched is launched as soon as earlier ones are over, and these all processes have launched.
+
+    Example:
+        >>> from autostream.ir import Launch, Op
+        >>> none = frozenset()
+        >>> ops = {"r": Op("r", "_c10d_functional.all_reduce.default", ("r",), none, none, bytes_read=8, group="0")}
+        >>> (found,) = sequence(OpGraph(ops, (), {}, (), "cuda:0"), Schedule("mine", 1, (Launch("r", 0),)))
+        >>> print(found)
+        all_reduce of 8 bytes of float16 in process group 1
+    """
+    groups: dict[str, int] = {}
+    found = []
+    for op in (graph.ops[launch.op] for launch in schedule.launches):
+        if op.group:
+            called = op.target.removeprefix("_c10d_functional.").removesuffix(".default")
+            number = groups.setdefault(op.group, len(groups))
+            found.append(Collective(called, op.dtype, max(op.bytes_read, op.bytes_written), number))
+    return tuple(found)
+
+
+def first_difference(own: Sequence[object], other: Sequence[object], name: str, other_name: str) -> str:
+    """Where two sequences differ first, in words; ``""`` if they do not.
+
+    Example:
+        >>> first_difference(["sum", "gather"], ["sum"], "rank 0", "rank 1")
+        'number 2 is gather on rank 0 and nothing on rank 1'
+    """
+    for at, (one, another) in enumerate(zip_longest(own, other, fillvalue="nothing"), 1):
+        if str(one) != str(another):
+            return f"number {at} is {one} on {name} and {another} on {other_name}"
+    return ""

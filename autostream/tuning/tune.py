@@ -1,5 +1,7 @@
 """Tune a program: choose its level of kernels and its schedule by measuring, or take an earlier process's choice.
 
+collectives? ──yes──▶ plan the ATen ops, run the best by estimates
+│ no
 chosen before? ──▶ still correct, and faster than one stream? ──▶ run it
 │ no                            │ no
 ATen ops ──▶ fuse ──▶ plan, measure ──▶ faster than the ATen ops one after another? ──▶ run fused kernels
@@ -18,6 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from autostream.analysis.effects import group_of
 from autostream.errors import CaptureError, FusionError, first_line
 from autostream.fusion.cache import fused_here
 from autostream.ir import Candidate, Decision, Limit, Program
@@ -26,9 +29,10 @@ from autostream.pipeline import price_program
 from autostream.runtime.restore import undone
 from autostream.runtime.runs import without_autocast
 from autostream.runtime.static_inputs import static_copies
-from autostream.tuning.candidates import Priced, candidates_again, candidates_for, variants_of
+from autostream.tuning.agreement import agree_on
+from autostream.tuning.candidates import Priced, best_of, candidates_again, candidates_for, variants_of
 from autostream.tuning.choices import Choice, choice_key, now, read, write
-from autostream.tuning.select import MARGIN, Selection, select, written
+from autostream.tuning.select import MARGIN, Selection, build, select, written
 from autostream.utils.stopwatch import Stopwatch
 
 log = logging.getLogger(__name__)
@@ -73,12 +77,32 @@ def tune(
         stopwatch: records the seconds of each stage.
     """
     task = (program, arguments, bound, options, stopwatch)
+    if _communicates(program):
+        tuned = _planned(*task)
+        return replace(tuned, refusals=(_NOT_TIMED, *tuned.refusals))
     key = choice_key(program, options, stopwatch)
     if not key:
         return _search(*task, keep=lambda tuned: tuned)
     choice, notes = read(key)
     tuned = (choice and _retake(*task, choice)) or _search(*task, keep=partial(_kept, key))
     return replace(tuned, refusals=(*notes, *tuned.refusals))
+
+
+def _communicates(program: Program) -> bool:
+    """Whether other processes take part in a program.
+
+    All of them have to run it equally often, so what they run may not depend on their clocks: its schedule is chosen by
+    estimates, the same in all of them, and is not timed.
+    """
+    return any(map(group_of, program.module.graph.nodes))
+
+
+_NOT_TIMED = Decision(
+    "",
+    "not measured",
+    "other processes take part in its collectives, and would have to run it as often: its ops stay ATen's, and their "
+    "schedule is the best by estimates",
+)
 
 
 def _retake(
@@ -201,6 +225,13 @@ def _planned(
 
         def selected(capture: bool) -> Selection:
             candidates = candidates_for(priced, options, capture, stopwatch)
+            if graph.collectives:
+                # Whether threads of a CPU pay is told by measuring alone.
+                chosen = candidates[0] if graph.device == "cpu" and options.policy == "auto" else best_of(candidates)
+                agree_on(graph, chosen.schedule)
+                with undone(arguments, written(program, graph), program.devices) as restore:
+                    execution = build(program, graph, chosen, arguments, bound, restore)
+                return Selection(execution, chosen, candidates)
             with stopwatch("select"), undone(arguments, written(program, graph), program.devices) as restore:
                 # Mutated inputs are restored before each run: measuring variants of training steps would take too long.
                 varied = (

@@ -1,0 +1,183 @@
+"""Data parallelism: gradients averaged over a process group, in a graph as in an eager step.
+
+    gradients of one backward ──▶ buckets ──▶ one tensor each ──▶ all_reduce_ ──▶ wait_tensor ──▶ views: the averages
+
+They are averaged where a backward ends, as by ``DistributedDataParallel``, so clipping sees averages, and what several
+backwards add up is an average too. In an eager step hooks do that, in a graph the same ops stand after the gradients
+of each backward. Each bucket is reduced as soon as its gradients are there, beside the rest of the backward.
+
+Buckets are those of ``DistributedDataParallel``: in reverse order of parameters, the first of 1 MiB, others of 25 MiB.
+All processes have to differentiate the same parameters in each backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autostream.errors import TargetError
+from autostream.frontend.parameters import parameters_of
+
+_FIRST_BUCKET = 1 << 20
+_BUCKET = 25 << 20
+"""Bytes after which a bucket is full."""
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """The group over which gradients are averaged.
+
+    Attributes:
+        group: its name, as ops of a graph have it.
+        processes: how many it has.
+    """
+
+    group: str
+    processes: int
+
+    def averages(self, gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The averages of gradients over all processes, laid out like their parameters, in new memory.
+
+        Args:
+            gradients: of this process.
+            parameters: of each gradient.
+        """
+        filled, sums = buckets(parameters), []
+        for bucket in filled:
+            # A term is divided before it is added, as DistributedDataParallel does: sums of float16 might overflow.
+            flat = torch.cat([_flat(gradients[at], parameters[at]) for at in bucket]).mul_(1.0 / self.processes)
+            sums.append(torch.ops._c10d_functional.all_reduce_(flat, "sum", self.group))
+        found: dict[int, Tensor] = {}
+        for bucket, summed in zip(filled, sums, strict=True):
+            parts = torch.ops._c10d_functional.wait_tensor(summed).split([parameters[at].numel() for at in bucket])
+            found |= {at: _like(part, parameters[at]) for at, part in zip(bucket, parts, strict=True)}
+        return [found[at] for at in range(len(gradients))]
+
+    def average(self, parameters: Iterable[Tensor]) -> None:
+        """Average the gradients that these parameters have.
+
+        Raises:
+            TargetError: one is sparse.
+        """
+        trained = [each for each in dict.fromkeys(parameters) if each.requires_grad and each.grad is not None]
+        gradients = [each.grad for each in trained if each.grad is not None]
+        if any(each.layout is not torch.strided for each in gradients):
+            raise TargetError("data_parallel averages no sparse gradients: make the embedding with sparse=False")
+        with torch.no_grad():
+            for gradient, mean in zip(gradients, self.averages(gradients, trained), strict=True):
+                gradient.copy_(mean)
+
+    @contextmanager
+    def averaging(self, optimizers: Sequence[Optimizer], averaged: set[int]) -> Iterator[None]:
+        """Average the gradients of these optimizers' parameters at the end of each eager backward inside.
+
+        Args:
+            optimizers: of the step.
+            averaged: identities of the parameters whose gradients were averaged before; those of this step are added.
+
+        Raises:
+            TargetError: an optimizer steps with a gradient that no backward has computed, or a gradient is sparse.
+        """
+        every = {id(each): each for each in chain.from_iterable(map(parameters_of, optimizers)) if each.requires_grad}
+        order = {of: at for at, of in enumerate(every)}
+        reached: list[Tensor] = []
+
+        def average() -> None:
+            parameters = sorted(reached, key=lambda each: order[id(each)])
+            reached.clear()
+            self.average(parameters)
+            averaged.update(map(id, parameters))
+
+        def reach(parameter: Tensor) -> None:
+            if not reached:
+                torch.autograd.Variable._execution_engine.queue_callback(average)
+            reached.append(parameter)
+
+        def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            own = (each for each in parameters_of(optimizer) if each.requires_grad and each.grad is not None)
+            if not averaged.issuperset(map(id, own)):
+                raise TargetError(NOT_OF_A_BACKWARD)
+
+        parameters: list[Any] = [*every.values()]
+        handles = [each.register_post_accumulate_grad_hook(reach) for each in parameters]
+        handles += [optimizer.register_step_pre_hook(check) for optimizer in optimizers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+NOT_OF_A_BACKWARD = (
+    "data_parallel averages the gradients that backward() computes, and an optimizer steps with another one: "
+    "call backward() instead of setting .grad"
+)
+
+
+def data_parallel_of(group: object) -> DataParallel:
+    """Data parallelism over a process group of ``torch.distributed``.
+
+    Raises:
+        TargetError: it is no process group, or this process is not in it.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        raise TargetError(
+            f"data_parallel takes a process group in which this process is, not {group!r}: call "
+            "torch.distributed.init_process_group and give torch.distributed.group.WORLD"
+        )
+    return DataParallel(group.group_name, group.size())
+
+
+def share(group: dist.ProcessGroup, tensors: Iterable[Tensor]) -> None:
+    """Give all processes of a group the tensors of its first."""
+    for tensor in tensors:
+        dist.broadcast(tensor.detach(), group=group, group_src=0)
+
+
+def buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
+    """The positions of the parameters whose gradients are averaged together, the last parameters first.
+
+    Example:
+        >>> small, large = torch.empty(8), torch.empty(1 << 20)
+        >>> buckets([small, large, small, small.double(), small])
+        [[4, 2, 1], [3], [0]]
+    """
+    done: list[list[int]] = []
+    filling: dict[Any, list[int]] = {}
+    sizes: dict[Any, int] = {}
+    limits: dict[Any, int] = {}
+    for at in reversed(range(len(parameters))):
+        parameter = parameters[at]
+        kind = parameter.dtype, parameter.device
+        filling.setdefault(kind, []).append(at)
+        sizes[kind] = sizes.get(kind, 0) + parameter.numel() * parameter.itemsize
+        if sizes[kind] >= limits.get(kind, _FIRST_BUCKET):
+            done.append(filling.pop(kind))
+            sizes[kind], limits[kind] = 0, _BUCKET
+    return [*done, *filling.values()]
+
+
+def _dimensions(tensor: Tensor) -> list[int]:
+    """The dimensions in the order in which they lie in memory, the longest stride first."""
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda at: -strides[at])
+
+
+def _flat(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The elements of a gradient in the order of its parameter's memory."""
+    return gradient.permute(_dimensions(parameter)).reshape(-1)
+
+
+def _like(flat: Tensor, parameter: Tensor) -> Tensor:
+    """Elements in the order of a parameter's memory as a tensor of its shape."""
+    order = _dimensions(parameter)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return flat.view([parameter.size(at) for at in order]).permute(back)

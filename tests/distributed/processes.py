@@ -1,0 +1,80 @@
+"""Processes of one group over gloo on this machine, which run scenarios one after another and tell how each ended."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+Scenario = Callable[[int, int, dist.ProcessGroup], None]
+"""Takes its rank, the number of processes and a group of its own; raises if something is not as it should be."""
+
+LOST = "it has not ended"
+
+
+def outcomes(scenarios: Mapping[str, Scenario], processes: int, seconds: float = 240.0) -> dict[str, list[str]]:
+    """How each scenario ended in each process: ``""``, the traceback of what it raised, or that it has not ended.
+
+    Args:
+        scenarios: functions of a module, by name.
+        processes: how many run all of them, each once.
+        seconds: after which processes that still run are killed, each by its id.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = mp.get_context("spawn")
+    told: Any = context.Queue()
+    arguments = (processes, port, list(scenarios.items()), os.environ["AUTOSTREAM_CACHE_DIR"], told)
+    started = [context.Process(target=_process, args=(rank, *arguments)) for rank in range(processes)]
+    found = {name: [LOST] * processes for name in scenarios}
+    end = time.monotonic() + seconds
+    try:
+        for each in started:
+            each.start()
+        while any(LOST in ended for ended in found.values()) and time.monotonic() < end:
+            try:
+                rank, name, text = told.get(timeout=0.5)
+            except queue.Empty:
+                if not any(each.is_alive() for each in started):
+                    break
+            else:
+                found[name][rank] = text
+    finally:
+        for each in started:
+            each.join(max(0.0, min(5.0, end - time.monotonic())))
+            if each.is_alive():
+                each.kill()
+                each.join()
+    return found
+
+
+def _process(
+    rank: int, processes: int, port: int, scenarios: Sequence[tuple[str, Scenario]], cache: str, told: Any
+) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ["AUTOSTREAM_CACHE_DIR"] = cache
+    store = dist.TCPStore("127.0.0.1", port, processes, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+    for name, scenario in scenarios:
+        torch._dynamo.reset()
+        group = dist.new_group()
+        try:
+            scenario(rank, processes, group)
+        except BaseException:
+            told.put((rank, name, traceback.format_exc()))
+        else:
+            told.put((rank, name, ""))
+    told.close()
+    told.join_thread()
+    os._exit(0)  # a group of which a process has died would wait for it

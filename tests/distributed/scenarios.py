@@ -1,0 +1,458 @@
+"""What processes of one group do, and what has to come out of it: see ``test_data_parallel.py``."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import autostream
+from autostream.analysis.dependencies import analyze
+from autostream.costs.device import profile_named
+from autostream.costs.roofline import price
+from autostream.errors import GroupError, TargetError
+from autostream.runtime.lower import lower
+from autostream.runtime.runs import uncaptured
+from autostream.scheduling.policies import POLICIES
+from autostream.scheduling.releases import place_releases
+from autostream.scheduling.synchronize import synchronize
+from autostream.scheduling.verify import verify
+from autostream.tuning import agreement
+from tests.analysis.programs import Tape, aten
+
+STREAMED: dict[str, Any] = {"policy": "critical_path", "streams": 2}
+c10d = torch.ops._c10d_functional
+
+
+class Net(nn.Module):
+    """Linear layers and a convolution with channels last; the first bucket is full before the last gradients come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 3, 3, padding=1).to(memory_format=torch.channels_last)
+        self.layers = nn.Sequential(nn.Linear(48, 400), nn.ReLU(), nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(self.convolution(x).flatten(1))
+        return found
+
+
+def net(rank: int) -> nn.Module:
+    """A net that begins differently in each process."""
+    torch.manual_seed(rank)
+    return Net().double()
+
+
+def twin(group: dist.ProcessGroup) -> nn.Module:
+    """The net of the first process in DistributedDataParallel."""
+    torch.manual_seed(0)
+    return DistributedDataParallel(Net().double(), process_group=group)
+
+
+def batches(rank: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches that are others in each process."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    for _ in range(count):
+        made = (torch.randn(4, *size, generator=generator, dtype=torch.float64) for size in ((2, 4, 4), (4,)))
+        yield tuple(made)  # type: ignore[misc]
+
+
+def assert_alike(model: nn.Module, other: nn.Module, tolerance: float = 1e-12) -> None:
+    """The same parameters, and the same gradients if there are any."""
+    for one, another in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, another, rtol=tolerance, atol=tolerance)
+
+
+def assert_in_graphs(step: Any, collectives: int, streams: int = 2) -> None:
+    """All steps but the first ran as one graph; of two streams the second is that of collectives."""
+    (report,) = step.reports
+    assert report.mode == ("threads" if streams == 2 else "one stream"), report.refusals
+    reduced = report.graph.collectives
+    assert len(reduced) == collectives
+    apart = {name for name, at in report.chosen.schedule.stream_of.items() if at == 1}
+    assert apart == (reduced if streams == 2 else set())
+
+
+def step_as_ddp(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Two backwards that add up, then clipping: as in DistributedDataParallel, eager and in a graph."""
+    model = net(rank)
+    ddp = twin(group)
+    adam, other = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, ddp))
+
+    def written(net: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
+        def update(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
+                loss = F.mse_loss(net(part), target)
+                loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            optimizer.step()
+            return loss
+
+        return update
+
+    step = autostream.step(optimizers=[adam], data_parallel=group, **STREAMED)(written(model, adam))
+    eager = written(ddp, other)
+    for x, y in batches(rank, 4):
+        torch.testing.assert_close(step(x, y), eager(x, y).detach(), rtol=1e-12, atol=1e-12)
+        assert_alike(model, ddp)
+        for one, another in zip(model.parameters(), ddp.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, another.grad, rtol=1e-12, atol=1e-12)
+            assert one.grad is not None
+            assert one.grad.stride() == one.stride()
+    assert_in_graphs(step, collectives=2 * 2)
+    copies = [op for op in step.reports[0].graph.ops.values() if op.name.startswith("empty_like")]
+    assert not copies, "averages are gradients without a copy"
+
+
+def train_step_as_ddp(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """``train_step`` with parts of a batch and clipping."""
+    model = net(rank)
+    ddp = twin(group)
+    sgd, other = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, ddp))
+    options = {**STREAMED, "microbatches": 2, "max_norm": 0.5}
+    step = autostream.train_step(model, sgd, nn.MSELoss(), data_parallel=group, **options)
+    for x, y in batches(rank, 4):
+        other.zero_grad()
+        loss = F.mse_loss(ddp(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
+        other.step()
+        torch.testing.assert_close(step(x, y), loss.detach(), rtol=1e-12, atol=1e-12)
+        assert_alike(model, ddp)
+    assert_in_graphs(step, collectives=2)
+
+
+def eager_optimizers_as_ddp(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """An optimizer that is in no graph runs after one of forward, backward and reductions."""
+    model = net(rank)
+    ddp = twin(group)
+    one, other = (torch.optim.Adamax(each.parameters(), lr=0.01) for each in (model, ddp))
+    step = autostream.train_step(model, one, nn.MSELoss(), data_parallel=group, **STREAMED)
+    for x, y in batches(rank, 3):
+        other.zero_grad()
+        F.mse_loss(ddp(x), y).backward()
+        other.step()
+        step(x, y)
+        assert_alike(model, ddp)
+    assert_in_graphs(step, collectives=2)
+
+
+def two_optimizers_as_ddp(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """A critic that an actor's loss goes through: its gradients of that are averaged and cleared."""
+    torch.manual_seed(rank)
+    nets = [nn.Linear(6, 6).double(), nn.Linear(6, 1).double()]
+    torch.manual_seed(0)
+    twins = [nn.Linear(6, 6).double(), nn.Linear(6, 1).double()]
+    wrapped = [DistributedDataParallel(each, process_group=group) for each in twins]
+
+    def written(actor: nn.Module, critic: nn.Module, parts: list[nn.Module]) -> tuple[Any, list[Any]]:
+        first, second = optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in parts]
+
+        def update(x: Tensor) -> tuple[Tensor, Tensor]:
+            critic_loss = (critic(x) - 1).square().mean()
+            second.zero_grad()
+            critic_loss.backward()
+            second.step()
+            actor_loss = -critic(actor(x)).mean()
+            first.zero_grad()
+            actor_loss.backward()
+            first.step()
+            first.zero_grad()
+            second.zero_grad()
+            return critic_loss, actor_loss
+
+        return update, optimizers
+
+    update, optimizers = written(nets[0], nets[1], nets)
+    eager, _ = written(wrapped[0], wrapped[1], twins)
+    step = autostream.step(optimizers=optimizers, data_parallel=group, **STREAMED)(update)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(4):
+        x = torch.randn(5, 6, generator=generator, dtype=torch.float64)
+        for one, another in zip(step(x), eager(x), strict=True):
+            torch.testing.assert_close(one, another.detach(), rtol=1e-12, atol=1e-12)
+        for model, other in zip(nets, twins, strict=True):
+            assert_alike(model, other)
+    assert_in_graphs(step, collectives=3 - 1)
+
+
+def reductions_of_the_user(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Reductions that the step itself has in it, in a group that is not the default one."""
+    model = nn.Linear(4, 2).double()
+    nn.init.constant_(model.weight, 0.5)
+    nn.init.constant_(model.bias, 0.0)
+    other = copy.deepcopy(model)
+
+    def written(net: nn.Module) -> tuple[Callable[..., Tensor], torch.optim.Optimizer]:
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def update(x: Tensor) -> Tensor:
+            loss = net(x).square().mean()
+            loss.backward()
+            for parameter in net.parameters():
+                dist.all_reduce(parameter.grad, group=group)
+            sgd.step()
+            sgd.zero_grad()
+            return loss
+
+        return update, sgd
+
+    update, sgd = written(model)
+    step = autostream.step(optimizers=[sgd], **STREAMED)(update)
+    eager, _ = written(other)
+    for count in range(3):
+        x = torch.full((3, 4), 1.0 + rank + count, dtype=torch.float64)
+        torch.testing.assert_close(step(x), eager(x).detach(), rtol=1e-12, atol=1e-12)
+        assert_alike(model, other)
+    assert_in_graphs(step, collectives=2, streams=1)
+
+
+def _squares(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
+    """A step of a model, or of one in a slot."""
+
+    def update(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = (model if isinstance(model, nn.Module) else model.net)(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return update
+
+
+def ddp_inside_runs_as_written(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """A step with DistributedDataParallel in it, seen or hidden, is eager, and right."""
+
+    class Hidden:
+        __slots__ = ("net",)
+
+    for hide in (False, True):
+        layer = nn.Linear(4, 2).double()
+        models = [DistributedDataParallel(copy.deepcopy(layer), process_group=group) for _ in range(2)]
+        holder = Hidden()
+        holder.net = models[0]  # type: ignore[attr-defined]
+        sgds = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+        step = autostream.step(optimizers=sgds[:1], **STREAMED)(_squares(holder if hide else models[0], sgds[0]))
+        for count in range(3):
+            x = torch.full((3, 4), 1.0 + rank + count, dtype=torch.float64)
+            step(x)
+            sgds[1].zero_grad()
+            models[1](x).square().mean().backward()
+            sgds[1].step()
+            assert_alike(models[0], models[1])
+        (report,) = step.reports
+        assert report.mode == "plain"
+        if not hide:
+            assert "data_parallel" in report.refusals[0].reason
+
+
+def gradients_that_no_backward_computed(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """They would not be averaged: an error, whether the step is eager or could be in a graph."""
+    model = nn.Linear(4, 2).double()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @autostream.step(optimizers=[sgd], data_parallel=group, **STREAMED)
+    def step(x: Tensor, by_hand: bool) -> Tensor:
+        loss = model(x).square().mean()
+        if by_hand:
+            for parameter, gradient in zip(
+                model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+            ):
+                parameter.grad = gradient
+        else:
+            loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+        return loss
+
+    with pytest.raises(TargetError, match="backward"):
+        step(torch.ones(3, 4, dtype=torch.float64), True)
+    sgd.zero_grad()
+    for _ in range(2):
+        step(torch.ones(3, 4, dtype=torch.float64), False)
+    # What a backward has averaged once may be replaced: an eager step cannot tell, a graph refuses.
+    step(torch.ones(3, 4, dtype=torch.float64), True)
+    assert any("data_parallel" in each.reason for report in step.reports for each in report.refusals)
+
+
+def other_collectives_are_refused(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """The second process would reduce once more: both say so before anything is launched, and go on."""
+    model = nn.Linear(4, 2).double()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @autostream.step(optimizers=[sgd], data_parallel=group, **STREAMED)
+    def step(x: Tensor, more: bool) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        if more:
+            dist.all_reduce(model.weight.grad, group=group)
+        sgd.step()
+        sgd.zero_grad()
+        return loss
+
+    x = torch.ones(3, 4, dtype=torch.float64)
+    for _ in range(2):
+        step(x, False)
+    before = copy.deepcopy(model)
+    other = 1 - rank
+    said = r"number 2 is .* on rank . and .* on rank ."
+    with pytest.raises(GroupError, match=rf"rank {other} of process group .* {said}"):
+        step(x.repeat(2, 1), rank == 1)
+    assert_alike(model, before, 0.0)
+    step(x, False)
+    with pytest.raises(GroupError, match=r"number 1 is a tensor of \(2, 4\)|number 1 is a tensor of \(2, 5\)"):
+        autostream.train_step(
+            wrong := nn.Linear(4 + rank, 2), torch.optim.SGD(wrong.parameters()), nn.MSELoss(), data_parallel=group
+        )
+
+
+def another_process_is_not_there(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """The first process compiles a step that the second does not run."""
+    model = nn.Linear(4, 2).double()
+    step = autostream.train_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), data_parallel=group, **STREAMED
+    )
+    x, y = torch.ones(3, 4, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64)
+    step(x, y)
+    if rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(agreement, "LIMIT_S", 1.0)
+            with pytest.raises(GroupError, match=r"rank 1 of process group .* within 1 s"):
+                step(x, y)
+
+
+def subgroups_as_ddp(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Four processes in two groups of two, each with models of its own."""
+    mine = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    torch.manual_seed(rank)
+    model = nn.Linear(4, 2).double()
+    torch.manual_seed(rank // 2 * 2)
+    other = DistributedDataParallel(nn.Linear(4, 2).double(), process_group=mine)
+    sgds = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other)]
+    step = autostream.train_step(model, sgds[0], nn.MSELoss(), data_parallel=mine, **STREAMED)
+    for count in range(3):
+        x = torch.full((3, 4), 1.0 + rank + count, dtype=torch.float64)
+        y = torch.zeros(3, 2, dtype=torch.float64)
+        step(x, y)
+        sgds[1].zero_grad()
+        F.mse_loss(other(x), y).backward()
+        sgds[1].step()
+        assert_alike(model, other)
+    assert_in_graphs(step, collectives=1, streams=1)
+
+
+def a_process_dies(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """The last process ends between two steps; the others name it."""
+    model = nn.Linear(4, 2).double()
+    step = autostream.train_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), data_parallel=group, **STREAMED
+    )
+    x, y = torch.ones(3, 4, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64)
+    step(x, y)
+    if rank == processes - 1:
+        os._exit(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "LIMIT_S", 2.0)
+        with pytest.raises(GroupError, match=f"rank {processes - 1} of process group"):
+            step(x, y)
+
+
+# Random programs with collectives
+
+
+def random_programs(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Each is what it is one op after another, by every policy, over two groups, with waits anywhere."""
+    groups = [group.group_name, dist.new_group().group_name]
+    for seed in range(24):
+        case, graph_inputs = _program(random.Random(seed), processes, groups)
+        program = case.program
+        inputs = [torch.full_like(torch.empty(each.shape), 1.0 + rank + at) for at, each in enumerate(graph_inputs)]
+        expected = program.module(*[each.clone() for each in inputs])
+        graph = analyze(program)
+        profile = profile_named("h200")
+        for name in POLICIES if seed % 6 == 0 else ("critical_path", "path_cover"):
+            assignment = POLICIES[name](graph, price(graph, profile), profile, 2 + seed % 2, frozenset())
+            schedule = place_releases(graph, synchronize(graph, assignment))
+            verify(graph, schedule)
+            agreement.agree_on(graph, schedule)
+            run = uncaptured(lower(program, graph, schedule), "cpu", schedule.streams)
+            found = run(*[each.clone() for each in inputs])
+            for one, another in zip(found, expected, strict=True):
+                assert isinstance(one, Tensor)
+                torch.testing.assert_close(one, another, msg=lambda text: f"seed {seed}, {name}: {text}")  # noqa: B023
+
+
+def _program(random: random.Random, processes: int, groups: list[str]) -> tuple[Any, list[Tensor]]:
+    """Ops on vectors of 8, collectives among them; each result of these is waited for before it is used, or at last."""
+    tape = Tape()
+    values = [tape.input(8) for _ in range(3)]
+    inputs = [node.meta["val"] for node in values]
+    pending: list[tuple[fx.Node, bool]] = []
+    taken: dict[fx.Node, int] = {}  # what a pending collective reads must not be written before the wait
+
+    def wait(at: int) -> None:
+        reduced, scatters = pending.pop(at)
+        waited = tape.call(c10d.wait_tensor.default, reduced)
+        for source in reduced.all_input_nodes:
+            taken[source] -= 1
+        if scatters:  # back to 8 elements
+            waited = tape.call(aten.cat.default, [waited] * processes)
+        values.append(waited)
+
+    for _ in range(random.randint(8, 16)):
+        kind = random.choice(["unary", "binary", "in place", "collective", "collective", "wait"])
+        one, other = random.choices(values, k=2)
+        if kind == "unary":
+            values.append(tape.call(random.choice([aten.sin.default, aten.relu.default]), one))
+        elif kind == "binary":
+            values.append(tape.call(aten.add.Tensor, one, other))
+        elif kind == "in place" and not taken.get(one):
+            tape.call(aten.mul_.Tensor, one, 0.5)
+        elif kind == "collective":
+            name = random.choice(groups)
+            which = random.choice(["reduce", "reduce in place", "scatter"])
+            if which == "reduce in place" and not taken.get(one):
+                own = tape.call(aten.clone.default, one)
+                started = tape.call(c10d.all_reduce_.default, own, "sum", name)
+            elif which == "scatter":
+                started = tape.call(c10d.reduce_scatter_tensor.default, one, "sum", processes, name)
+            else:
+                started = tape.call(c10d.all_reduce.default, one, "sum", name)
+            for source in started.all_input_nodes:
+                taken[source] = taken.get(source, 0) + 1
+            pending.append((started, which == "scatter"))
+        elif kind == "wait" and pending:
+            wait(random.randrange(len(pending)))
+    while pending:
+        wait(0)
+    return tape.case(values[3:]), inputs
+
+
+IN_TWO: dict[str, Callable[[int, int, dist.ProcessGroup], None]] = {
+    each.__name__: each
+    for each in (
+        random_programs,
+        step_as_ddp,
+        train_step_as_ddp,
+        eager_optimizers_as_ddp,
+        two_optimizers_as_ddp,
+        reductions_of_the_user,
+        ddp_inside_runs_as_written,
+        gradients_that_no_backward_computed,
+        other_collectives_are_refused,
+        another_process_is_not_there,
+    )
+}
+IN_FOUR: dict[str, Callable[[int, int, dist.ProcessGroup], None]] = {
+    each.__name__: each for each in (subgroups_as_ddp, a_process_dies)
+}
