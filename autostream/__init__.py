@@ -15,6 +15,8 @@ both = autostream.Parallel(left, right)                    # side by side, by ha
 
 for batch in autostream.prefetch(loader, "cuda"):          # the next ones are copied meanwhile
     ...
+
+print(autostream.split(model, [x], 4, device="h200"))      # balanced stages for torch.distributed.pipelining
 """
 
 from autostream.api import OptimizedModule, optimize
@@ -32,6 +34,7 @@ from autostream.frontend.buckets import Bucket
 from autostream.parallel import Parallel
 from autostream.prefetching import prefetch
 from autostream.reporting.report import Report
+from autostream.splitting import split
 from autostream.training import step, train_step
 from autostream.utils import logs
 from autostream.version import VERSION
@@ -55,6 +58,7 @@ __all__ = [
     "explain",
     "optimize",
     "prefetch",
+    "split",
     "step",
     "train_step",
 ]

@@ -306,6 +306,7 @@ class DeviceProfile:
         link_bandwidth: bandwidth of a large copy between the device and pinned memory on the host, bytes per µs; by
             default that of PCIe 3.0.
         peer_bandwidth: bandwidth of a large copy from another device of this kind, bytes per µs.
+        memory_bytes: size of its memory, 0 if that is not known.
     """
 
     name: str
@@ -325,6 +326,7 @@ class DeviceProfile:
     cache_bytes: int = 0
     link_bandwidth: float = 13_600.0
     peer_bandwidth: float = 13_600.0
+    memory_bytes: int = 0
 
     def over(self, streams: int) -> DeviceProfile:
         """The device with the costs of edges between streams, forks and joins for so many streams in use.

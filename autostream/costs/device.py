@@ -74,14 +74,15 @@ class _Peaks(NamedTuple):
 class _Gpu(NamedTuple):
     """One row of the table: ``pattern`` matches driver names; ``tera_bytes`` is per second, ``peaks`` are in TFLOP/s.
 
-    ``pcie`` is the generation of the link to the host, of 16 lanes. ``nvlink`` is the bandwidth to peers in GB/s in one
-    direction, or 0 if they are reached over PCIe.
+    ``gigabytes`` is its memory. ``pcie`` is the generation of the link to the host, of 16 lanes. ``nvlink`` is the
+    bandwidth to peers in GB/s in one direction, or 0 if they are reached over PCIe.
     """
 
     short: str
     pattern: str
     name: str
     multiprocessors: int
+    gigabytes: int
     cache_mebibytes: int
     tera_bytes: float
     pcie: int
@@ -98,6 +99,7 @@ class _Gpu(NamedTuple):
             cache_bytes=self.cache_mebibytes * _MEBI,
             link_bandwidth=_link(self.pcie),
             peer_bandwidth=self.nvlink * 1e3 * _ATTAINABLE_BANDWIDTH or _link(self.pcie),
+            memory_bytes=self.gigabytes * 10**9,
             **_GPU_EDGES,
         )
 
@@ -108,19 +110,21 @@ _A100 = _Peaks(19.5, 19.5, 312, 312, 0, 624)
 # The first match counts, so narrow patterns stand before wide ones. NVL boards are other chips: they are left out.
 _TABLE = (
     # NVIDIA H200 Tensor Core GPU datasheet, H200 SXM
-    _Gpu("h200", r"\bh200\b(?!.*nvl)", "NVIDIA H200", 132, 60, 4.8, 5, 450, _HOPPER_SXM),
+    _Gpu("h200", r"\bh200\b(?!.*nvl)", "NVIDIA H200", 132, 141, 60, 4.8, 5, 450, _HOPPER_SXM),
     # NVIDIA H100 Tensor Core GPU datasheet, H100 PCIe and H100 SXM
-    _Gpu("h100-pcie", r"\bh100\b.*pcie", "NVIDIA H100 PCIe", 114, 50, 2.0, 5, 0, _Peaks(51, 51, 756, 756, 1513, 1513)),
-    _Gpu("h100", r"\bh100\b(?!.*nvl)", "NVIDIA H100 80GB HBM3", 132, 50, 3.35, 5, 450, _HOPPER_SXM),
+    _Gpu(
+        "h100-pcie", r"\bh100\b.*pcie", "NVIDIA H100 PCIe", 114, 80, 50, 2.0, 5, 0, _Peaks(51, 51, 756, 756, 1513, 1513)
+    ),
+    _Gpu("h100", r"\bh100\b(?!.*nvl)", "NVIDIA H100 80GB HBM3", 132, 80, 50, 3.35, 5, 450, _HOPPER_SXM),
     # NVIDIA A100 Tensor Core GPU datasheet; the PCIe boards have 5 % less bandwidth at 80 GB
-    _Gpu("a100-40gb", r"\ba100\b.*40gb", "NVIDIA A100-SXM4-40GB", 108, 40, 1.555, 4, 300, _A100),
-    _Gpu("a100-80gb", r"\ba100\b", "NVIDIA A100-SXM4-80GB", 108, 40, 2.039, 4, 300, _A100),
+    _Gpu("a100-40gb", r"\ba100\b.*40gb", "NVIDIA A100-SXM4-40GB", 108, 40, 40, 1.555, 4, 300, _A100),
+    _Gpu("a100-80gb", r"\ba100\b", "NVIDIA A100-SXM4-80GB", 108, 80, 40, 2.039, 4, 300, _A100),
     # NVIDIA L40S datasheet; float64 from the Ada architecture whitepaper (1/64 of float32)
-    _Gpu("l40s", r"\bl40s\b", "NVIDIA L40S", 142, 96, 0.864, 4, 0, _Peaks(1.43, 91.6, 362, 362, 733, 733)),
+    _Gpu("l40s", r"\bl40s\b", "NVIDIA L40S", 142, 48, 96, 0.864, 4, 0, _Peaks(1.43, 91.6, 362, 362, 733, 733)),
     # NVIDIA L4 datasheet (its tensor figures are with sparsity: halved here)
-    _Gpu("l4", r"\bl4\b", "NVIDIA L4", 58, 48, 0.3, 4, 0, _Peaks(0.47, 30.3, 121, 121, 242.5, 242.5)),
+    _Gpu("l4", r"\bl4\b", "NVIDIA L4", 58, 24, 48, 0.3, 4, 0, _Peaks(0.47, 30.3, 121, 121, 242.5, 242.5)),
     # NVIDIA T4 datasheet; float64 from the Turing architecture whitepaper (1/32 of float32)
-    _Gpu("t4", r"\bt4\b", "Tesla T4", 40, 4, 0.32, 3, 0, _Peaks(0.25, 8.1, 65, 0, 0, 130)),
+    _Gpu("t4", r"\bt4\b", "Tesla T4", 40, 16, 4, 0.32, 3, 0, _Peaks(0.25, 8.1, 65, 0, 0, 130)),
 )
 
 # Operations per multiprocessor and clock by compute capability: the throughput table of the CUDA C++ Programming Guide
@@ -224,6 +228,7 @@ def _from_properties(properties: Any) -> DeviceProfile:
         cache_bytes=getattr(properties, "L2_cache_size", 0),
         link_bandwidth=link,
         peer_bandwidth=link,
+        memory_bytes=getattr(properties, "total_memory", 0),
         **_GPU_EDGES,
     )
 

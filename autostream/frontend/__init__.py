@@ -59,6 +59,8 @@ File                   Interface                                          Where 
 ``reasons.py``         Dynamo's messages                                  the reason is Dynamo's message
 ``scalers.py``         ``GradScaler._scale`` and its like                 a ``TraceError``: the step runs eagerly
 ``steps.py``           ``pop_dynamic_layer_stack`` of functorch           no fallback
+``submodules.py``      ``nn_module_stack``: ids of modules                no cut points: models cannot be split
+``pipelining.py``      ``_schedule_visualizer.get_schedule_ops``          GPipe and 1F1B only, whose order is known
 ``parameters.py``      ``Tensor._backward_hooks`` and its like            no fallback
 ``averages.py``        ``Module._non_persistent_buffers_set``             no fallback
 =====================  =================================================  ==============================================

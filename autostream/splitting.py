@@ -1,0 +1,204 @@
+"""Splits a model into stages of a pipeline by the cost model, for ``torch.distributed.pipelining`` to run.
+
+    model ──trace──▶ Program ──analyze──▶ OpGraph ──price──▶ segments between cut points ──partition──▶ Split
+
+Nothing runs, and no GPU and no process group is needed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from torch import nn
+
+from autostream.analysis.dependencies import analyze
+from autostream.analysis.segments import cut_points, ops_of, resized, segments_of, trained_bytes
+from autostream.costs.device import profile_named
+from autostream.costs.interconnects import Interconnect, interconnect_of
+from autostream.costs.roofline import price
+from autostream.costs.this_device import costs_here, profile_here
+from autostream.errors import OptionError
+from autostream.frontend.modules import name_of
+from autostream.frontend.pipelining import split_spec
+from autostream.frontend.submodules import calls_of, saved_for_backward, trained_of
+from autostream.frontend.trace import trace
+from autostream.ir import Costs, DeviceProfile, OpGraph
+from autostream.options import Options
+from autostream.pipeline import check_one_device, device_of
+from autostream.reporting.pipelines import split_table
+from autostream.scheduling.microbatches import Pipeline, memory_bytes, one_forward_one_backward, simulated
+from autostream.scheduling.partition import Segment, Stage, partition
+
+MICROBATCHES = 4
+"""A step has so many microbatches for each stage if nothing else is said: the bubble is negligible from there on (Huang
+et al. 2019, GPipe)."""
+
+
+@dataclass(frozen=True)
+class Split(Pipeline):
+    """A model cut into stages of a pipeline; ``print`` shows it as a table."""
+
+    @property
+    def split_spec(self) -> dict[str, Any]:
+        """What ``torch.distributed.pipelining.pipeline`` takes: each stage but the first begins with a submodule."""
+        return split_spec([stage.begins for stage in self.stages[1:]])
+
+    def __str__(self) -> str:
+        return split_table(self)
+
+
+def split(
+    model: nn.Module,
+    example_args: Sequence[object],
+    stages: int,
+    *,
+    device: str | DeviceProfile | None = None,
+    interconnect: str = "nvlink",
+    microbatches: int | None = None,
+    costs: str = "roofline",
+) -> Split:
+    """Cut a model into balanced stages for ``torch.distributed.pipelining``. No GPU is needed.
+
+    The slowest part of the pipeline becomes as fast as can be: forward and backward of a stage, or a transfer between
+    two. Of equally fast cuts, those with the fewest bytes across are taken. A backward counts as two forwards.
+
+    Args:
+        model: any module that is one graph; it does not change.
+        example_args: arguments of one microbatch, as ``pipeline()`` takes them.
+        stages: how many.
+        device: of each stage: ``"h200"`` or another GPU that need not be here, ``"cpu"``, or a measured profile; by
+            default, that of the model.
+        interconnect: ``"nvlink"`` for devices of one machine (PCIe, where they have no NVLink), or ``"infiniband"``.
+        microbatches: of a step; by default four for each stage.
+        costs: ``"roofline"`` estimates the time of each op from its size and runs nothing; ``"measured"`` times each
+            on the model's device.
+
+    Raises:
+        OptionError: an option has a value that is not allowed, such as more stages than there are cut points.
+        TargetError: the stages do not fit into the devices' memory, or cannot be balanced.
+        TraceError: the model is no one graph.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+        >>> found = split(model, [torch.ones(64, 256)], 2, device="h200")
+        >>> found.split_spec
+        {'2': <SplitPoint.BEGINNING: 1>}
+    """
+    chain = chain_of(model, example_args, device, costs)
+    link = interconnect_of(chain.profile, interconnect)
+    return split_chain(chain, stages, MICROBATCHES * stages if microbatches is None else microbatches, link)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A model as segments between its cut points.
+
+    Attributes:
+        model: its name.
+        profile: the device of each stage.
+        graph: its ops.
+        costs: of each.
+        cuts: the submodules whose calls may begin a stage, by the number of their first op.
+        calls: the numbers of the first op of each submodule's call, and of the first behind it.
+        saved: for each segment, the bytes of each activation that it keeps.
+        trained: the bytes that training holds for each weight and buffer, by storage.
+        names: of the weights that are trained, by storage.
+    """
+
+    model: str
+    profile: DeviceProfile
+    graph: OpGraph
+    costs: Costs
+    cuts: Mapping[int, str]
+    calls: Mapping[str, tuple[int, int]]
+    saved: Sequence[Mapping[str, int]]
+    trained: Mapping[str, int]
+    names: Mapping[str, str]
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments, for a microbatch like the example."""
+        return segments_of(self.graph, self.costs, self.profile, self.cuts, self.saved, self.trained)
+
+    def resized(self, factor: float) -> Chain:
+        """The same for microbatches of another size; costs are estimated."""
+        graph = resized(self.graph, factor)
+        saved = [{name: round(size * factor) for name, size in kept.items()} for kept in self.saved]
+        return replace(self, graph=graph, costs=price(graph, self.profile), saved=saved)
+
+    def submodules(self, stage: Stage) -> tuple[str, ...]:
+        """The submodules all of whose ops lie in a stage, without those inside of another."""
+        bounds = [0, *self.cuts, len(self.graph.ops)]
+        begin, end = bounds[stage.segments[0]], bounds[stage.segments[1]]
+        inside = [name for name, (first, last) in self.calls.items() if begin <= first < last <= end]
+        return tuple(name for name in inside if not any(name.startswith(f"{outer}.") for outer in inside))
+
+    def shared(self, stages: Sequence[Stage]) -> tuple[str, ...]:
+        """The trained weights that several stages read."""
+        segments = self.segments
+        read = [{name for each in segments[slice(*stage.segments)] for name in each.weights} for stage in stages]
+        return tuple(self.names[name] for name in self.names if sum(name in names for names in read) > 1)
+
+
+def chain_of(
+    model: nn.Module, args: Sequence[object], device: str | DeviceProfile | None = None, costs: str = "roofline"
+) -> Chain:
+    """Trace, analyze and price a model, and find its cut points; the arguments are those of :func:`split`."""
+    if costs not in ("roofline", "measured"):
+        raise OptionError(f'costs={costs!r} is not allowed: use "roofline" or "measured"')
+    profile = profile_named(device) if isinstance(device, str) else device
+    if costs == "measured" and profile is not None:
+        raise OptionError('costs="measured" needs the device itself: leave out device, or use costs="roofline"')
+    traced = trace(model, args, device=None if profile is None else device_of(profile))
+    program = traced.program
+    check_one_device(program)
+    graph = analyze(program)
+    if profile is None:
+        profile, _ = profile_here(program.device)
+    if costs == "measured":
+        tensors = traced.arguments(model, args)
+        priced, _ = costs_here(program, graph, profile, tensors, Options().tuning_seconds)
+    else:
+        priced = price(graph, profile)
+    calls = ops_of(program, graph, calls_of(program.module.graph, model))
+    cuts = cut_points(graph, calls)
+    captured, trained = traced.captured, trained_of(model)
+    begins = [calls_of(captured.module.graph, model)[name][0] for name in cuts.values()]
+    saved: list[dict[str, int]] = [{} for _ in range(len(cuts) + 1)]
+    for each in saved_for_backward(captured):
+        saved[bisect(begins, each.node)][each.storage] = each.bytes
+    return Chain(
+        model=name_of(model),
+        profile=profile,
+        graph=graph,
+        costs=priced,
+        cuts=cuts,
+        calls=calls,
+        saved=saved,
+        trained=trained_bytes(program, graph, trained),
+        names={each.storage: each.target for each in program.placeholders if each.target in trained},
+    )
+
+
+def split_chain(chain: Chain, stages: int, microbatches: int, link: Interconnect) -> Split:
+    """Cut a chain; the arguments are those of :func:`split`."""
+    if microbatches < 1:
+        raise OptionError(f"microbatches={microbatches} is not allowed: use a whole number from 1")
+    limit_bytes = chain.profile.memory_bytes or inf
+    cut = partition(chain.segments, stages, microbatches, link.transfer_us, limit_bytes)
+    orders = one_forward_one_backward(stages, microbatches)
+    return Split(
+        model=chain.model,
+        device=chain.profile.name,
+        microbatches=microbatches,
+        stages=cut,
+        submodules=tuple(map(chain.submodules, cut)),
+        shared=chain.shared(cut),
+        step_us=simulated(orders, cut, [link.transfer_us(stage.crossing_bytes) for stage in cut]).makespan_us,
+        memory_bytes=tuple(memory_bytes(order, cut) for order in orders),
+    )

@@ -1,0 +1,111 @@
+"""Models cut into stages by the cost model, as a user sees it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autostream
+from autostream.errors import OptionError, TargetError, TraceError
+
+
+def layers(count: int, width: int = 256) -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(count)))
+
+
+def test_equal_layers_become_equal_stages() -> None:
+    model = layers(8)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    found = autostream.split(model, [torch.ones(64, 256)], 4, device="h200")
+    assert [*found.split_spec] == ["2", "4", "6"]
+    assert found.submodules == (("0", "1"), ("2", "3"), ("4", "5"), ("6", "7"))
+    times = [stage.forward_us for stage in found.stages]
+    assert max(times) <= 1.1 * min(times)
+    assert [stage.crossing_bytes for stage in found.stages] == [0, *[64 * 256 * 4] * 3]
+    assert found.microbatches == 16
+    assert found.step_us == pytest.approx(3 * times[0] * (16 + 3), rel=0.3)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
+def test_the_split_is_what_pytorch_makes_of_it() -> None:
+    from torch.distributed.pipelining import pipeline
+
+    model, x = layers(8), torch.rand(4, 256)
+    expected = model(x)
+    found = autostream.split(model, [x], 4, device="h200")
+    pipe = pipeline(model, (x,), split_spec=found.split_spec)
+    assert pipe.num_stages == 4
+    for at, names in enumerate(found.submodules):
+        weights = {name for name, _ in pipe.get_stage_module(at).named_parameters()}
+        assert weights == {f"{name}.0.{kind}" for name in names for kind in ("weight", "bias")}
+    assert torch.equal(pipe(x)[0], expected)
+
+
+def test_memory_is_that_of_training_with_activations_in_flight() -> None:
+    """Each layer keeps the input of its linear layer, and the ReLU its result: what the next layer keeps anyway."""
+    found = autostream.split(layers(4), [torch.ones(64, 256)], 2, device="h200", microbatches=8)
+    weights = 2 * (256 * 256 + 256) * 4 * 4
+    activation = 64 * 256 * 4
+    assert [stage.weight_bytes for stage in found.stages] == [weights] * 2
+    assert [stage.saved_bytes for stage in found.stages] == [3 * activation] * 2
+    assert found.memory_bytes == (weights + 2 * 3 * activation, weights + 3 * activation)
+
+
+def test_weights_of_several_stages_are_named() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.inner, self.head = nn.Linear(256, 256), layers(2), nn.Linear(256, 256)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.as_tensor(self.head(self.inner(self.embed(x))))
+
+    found = autostream.split(Tied(), [torch.ones(64, 256)], 2, device="h200")
+    assert found.shared == ("embed.weight",)
+    assert str(found).endswith("Several stages have a copy of embed.weight: add up its gradients yourself.")
+
+
+def test_a_split_prints_its_stages() -> None:
+    text = str(autostream.split(layers(4), [torch.ones(64, 256)], 2, device="h200", microbatches=8))
+    first, head, _, one, two, last = text.splitlines()
+    assert first == "Sequential in 2 stages on NVIDIA H200, 8 microbatches a step"
+    assert head.split() == ["stage", "submodules", "forward", "backward", "bytes", "in", "weights", "memory"]
+    assert one.split()[:3] == ["0", "0,", "1"]
+    assert two.split()[:3] == ["1", "2,", "3"]
+    assert "65.5 kB" in two
+    assert last.startswith("A step by 1F1B takes ")
+
+
+def test_costs_may_be_measured() -> None:
+    x = torch.rand(64, 256)
+    found = autostream.split(layers(4), [x], 2, costs="measured")
+    assert [stage.segments for stage in found.stages][-1][1] == len(layers(4)) * 2
+    assert found.step_us > 0
+
+
+def test_what_cannot_be_split_is_said() -> None:
+    x = torch.ones(64, 256)
+    with pytest.raises(OptionError, match=r"stages=9 is not allowed: the model has 7 cut points.*use 2 to 8"):
+        autostream.split(nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))), [x], 9, device="h200")
+    with pytest.raises(OptionError, match="microbatches=0 is not allowed"):
+        autostream.split(layers(4), [x], 2, device="h200", microbatches=0)
+    with pytest.raises(OptionError, match="interconnect='rings' is not allowed: use nvlink or infiniband"):
+        autostream.split(layers(4), [x], 2, device="h200", interconnect="rings")
+    with pytest.raises(OptionError, match="costs='guessed' is not allowed"):
+        autostream.split(layers(4), [x], 2, costs="guessed")
+    with pytest.raises(OptionError, match="needs the device itself: leave out device"):
+        autostream.split(layers(4), [x], 2, device="h200", costs="measured")
+    with pytest.raises(TargetError, match="there is no profile named 'h3'"):
+        autostream.split(layers(4), [x], 2, device="h3")
+
+
+def test_a_model_that_is_no_one_graph_is_refused() -> None:
+    class Branching(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if x.sum() > 0 else x - 1
+
+    with pytest.raises(TraceError, match="Branching is no one graph"):
+        autostream.split(Branching(), [torch.ones(2)], 2, device="h200")
