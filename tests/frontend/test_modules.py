@@ -59,11 +59,3 @@ def test_a_variable_without_a_value_is_skipped() -> None:
     later = nn.ReLU()
     assert not list(module.children())
     assert module(torch.ones(1)).item() == 1
-
-
-def test_its_mode_is_that_of_its_submodules() -> None:
-    inner = nn.Dropout()
-    module = module_of(lambda x: inner(x))
-    assert module.training
-    inner.eval()
-    assert not module.training
