@@ -1,4 +1,4 @@
-"""Processes of one group over gloo on this machine, which run scenarios one after another and tell how each ended."""
+"""Processes of one group on this machine, which run scenarios one after another and tell how each ended."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ Scenario = Callable[[int, int, dist.ProcessGroup], None]
 LOST = "it has not ended"
 
 
-def outcomes(scenarios: Mapping[str, Scenario], processes: int, seconds: float = 240.0) -> dict[str, list[str]]:
+def outcomes(
+    scenarios: Mapping[str, Scenario], processes: int, seconds: float = 240.0, backend: str = "gloo"
+) -> dict[str, list[str]]:
     """How each scenario ended in each process: ``""``, the traceback of what it raised, or that it has not ended.
 
     Args:
         scenarios: functions of a module, by name.
         processes: how many run all of them, each once.
         seconds: after which processes that still run are killed, each by its id.
+        backend: of the group; for ``"nccl"`` each has a GPU.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = mp.get_context("spawn")
     told: Any = context.Queue()
-    arguments = (processes, port, list(scenarios.items()), os.environ["AUTOSTREAM_CACHE_DIR"], told)
+    arguments = (processes, port, list(scenarios.items()), os.environ["AUTOSTREAM_CACHE_DIR"], backend, told)
     started = [context.Process(target=_process, args=(rank, *arguments)) for rank in range(processes)]
     found = {name: [LOST] * processes for name in scenarios}
     end = time.monotonic() + seconds
@@ -59,13 +62,21 @@ def outcomes(scenarios: Mapping[str, Scenario], processes: int, seconds: float =
 
 
 def _process(
-    rank: int, processes: int, port: int, scenarios: Sequence[tuple[str, Scenario]], cache: str, told: Any
+    rank: int,
+    processes: int,
+    port: int,
+    scenarios: Sequence[tuple[str, Scenario]],
+    cache: str,
+    backend: str,
+    told: Any,
 ) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ["AUTOSTREAM_CACHE_DIR"] = cache
     store = dist.TCPStore("127.0.0.1", port, processes, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=processes)
     for name, scenario in scenarios:
         torch._dynamo.reset()
         group = dist.new_group()

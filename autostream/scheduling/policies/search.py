@@ -20,10 +20,10 @@ With a memory budget, the bytes above it are compared before the time, and the s
 that need less memory (:mod:`~autostream.scheduling.postpone`).
 
 The same arguments give the same result. So effort is counted in simulated events, :data:`EVENTS_PER_S` for each second,
-which a current machine does in less time; only a slower one stops by the clock. The effort for a number of streams does
-not depend on how many more are allowed, and the search for more streams starts from the result for fewer, so more
-streams never give a slower schedule. Only if a graph is so large that there is no time for all numbers of streams, the
-largest alone is searched.
+which a current machine does in less time; only a slower one stops by the clock, and none does with collectives, as all
+processes have to make the same schedule. The effort for a number of streams does not depend on how many more are
+allowed, and the search for more streams starts from the result for fewer, so more streams never give a slower schedule.
+Only if a graph is so large that there is no time for all numbers of streams, the largest alone is searched.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def search_by_streams(
     space = _Space(graph, costs, profile, coarsen(graph, costs, profile, pinned), captured, room_bytes)
     best = start = space.by_policy(sequential, 1)
     found = [space.assignment(best, _gain(best, start))]
-    deadline = time.perf_counter() + seconds
+    deadline = inf if graph.collectives else time.perf_counter() + seconds
     events = len(graph.ops) + len(graph.dependencies) + (0 if isinf(room_bytes) else len(graph.ops))
     simulations = int(seconds * EVENTS_PER_S / max(events, 1))
     steps = space.steps() if simulations >= _LEAST else (streams,)

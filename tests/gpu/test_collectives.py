@@ -1,0 +1,101 @@
+"""Collectives of NCCL in CUDA graphs: in a group of one on one GPU, and between two GPUs where there are two."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import autostream
+from tests.distributed.processes import outcomes
+
+pytestmark = pytest.mark.gpu
+
+STREAMED: dict[str, Any] = {"policy": "critical_path", "streams": 3}
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    """NCCL, of this process alone."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 8)).cuda()
+
+
+def compared_with_ddp(rank: int, group: dist.ProcessGroup) -> None:
+    """Ten steps with clipping in one CUDA graph, beside DistributedDataParallel."""
+    torch.manual_seed(0)
+    model = mlp()
+    other = DistributedDataParallel(copy.deepcopy(model), device_ids=[rank], process_group=group)
+    sgds = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (model, other)]
+    step = autostream.train_step(model, sgds[0], nn.MSELoss(), max_norm=1.0, data_parallel=group, **STREAMED)
+    generator = torch.Generator("cuda").manual_seed(rank)
+    for _ in range(10):
+        x, y = (torch.randn(32, size, device="cuda", generator=generator) for size in (64, 8))
+        sgds[1].zero_grad()
+        loss = F.mse_loss(other(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        sgds[1].step()
+        torch.testing.assert_close(step(x, y), loss.detach(), rtol=1e-4, atol=1e-5)
+    for one, another in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, another, rtol=1e-3, atol=1e-5)
+    (report,) = step.reports
+    assert report.mode == "cuda graph", report.refusals
+    schedule = report.chosen.schedule
+    assert {name for name, at in schedule.stream_of.items() if at == schedule.streams - 1} == report.graph.collectives
+
+
+def test_a_group_of_one_trains_as_ddp_in_one_cuda_graph(group: dist.ProcessGroup) -> None:
+    compared_with_ddp(0, group)
+
+
+def test_a_step_with_reductions_of_its_own_is_replayed(group: dist.ProcessGroup) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    alone = copy.deepcopy(model)
+    other = torch.optim.SGD(alone.parameters(), lr=0.05)
+
+    @autostream.step(optimizers=[sgd], **STREAMED)
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=group)
+        sgd.step()
+        sgd.zero_grad()
+        return loss
+
+    for _ in range(5):
+        x = torch.randn(16, 64, device="cuda")
+        expected = alone(x).square().mean()
+        expected.backward()
+        other.step()
+        other.zero_grad()
+        torch.testing.assert_close(step(x), expected.detach(), rtol=1e-4, atol=1e-5)
+    (report,) = step.reports
+    assert report.mode == "cuda graph", report.refusals
+    assert len(report.graph.collectives) == 6  # type: ignore[union-attr]
+
+
+def on_two_gpus(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    compared_with_ddp(rank, group)
+
+
+def test_two_gpus_train_as_ddp() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there are not two GPUs")
+    assert outcomes({"on_two_gpus": on_two_gpus}, 2, backend="nccl") == {"on_two_gpus": ["", ""]}
