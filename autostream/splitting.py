@@ -10,10 +10,11 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import inf
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from autostream.analysis.dependencies import analyze
 from autostream.analysis.segments import cut_points, ops_of, resized, segments_of, trained_bytes
@@ -21,17 +22,31 @@ from autostream.costs.device import profile_named
 from autostream.costs.interconnects import Interconnect, interconnect_of
 from autostream.costs.roofline import price
 from autostream.costs.this_device import costs_here, profile_here
-from autostream.errors import OptionError
+from autostream.errors import AutostreamError, OptionError
 from autostream.frontend.modules import name_of
-from autostream.frontend.pipelining import split_spec
+from autostream.frontend.pipelining import orders, split_spec
 from autostream.frontend.submodules import calls_of, saved_for_backward, trained_of
 from autostream.frontend.trace import trace
 from autostream.ir import Costs, DeviceProfile, OpGraph
 from autostream.options import Options
 from autostream.pipeline import check_one_device, device_of
 from autostream.reporting.pipelines import split_table
-from autostream.scheduling.microbatches import Pipeline, memory_bytes, one_forward_one_backward, simulated
-from autostream.scheduling.partition import Segment, Stage, partition
+from autostream.reporting.tables import size
+from autostream.scheduling.microbatches import (
+    Comparison,
+    Orders,
+    Pipeline,
+    Run,
+    bubble_share,
+    gpipe,
+    memory_bytes,
+    one_forward_one_backward,
+    simulated,
+)
+from autostream.scheduling.partition import Segment, Stage, partition, stages_from
+
+_TWO_EACH = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+"""Schedules of PyTorch's in which each device has two stages; the last two cut backwards in halves."""
 
 MICROBATCHES = 4
 """A step has so many microbatches for each stage if nothing else is said: the bubble is negligible from there on (Huang
@@ -108,6 +123,7 @@ class Chain:
         saved: for each segment, the bytes of each activation that it keeps.
         trained: the bytes that training holds for each weight and buffer, by storage.
         names: of the weights that are trained, by storage.
+        rows: of the example.
     """
 
     model: str
@@ -119,6 +135,7 @@ class Chain:
     saved: Sequence[Mapping[str, int]]
     trained: Mapping[str, int]
     names: Mapping[str, str]
+    rows: int
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -168,7 +185,8 @@ def chain_of(
     calls = ops_of(program, graph, calls_of(program.module.graph, model))
     cuts = cut_points(graph, calls)
     captured, trained = traced.captured, trained_of(model)
-    begins = [calls_of(captured.module.graph, model)[name][0] for name in cuts.values()]
+    places = calls_of(captured.module.graph, model)
+    begins = [places[name][0] for name in cuts.values()]
     saved: list[dict[str, int]] = [{} for _ in range(len(cuts) + 1)]
     for each in saved_for_backward(captured):
         saved[bisect(begins, each.node)][each.storage] = each.bytes
@@ -182,6 +200,7 @@ def chain_of(
         saved=saved,
         trained=trained_bytes(program, graph, trained),
         names={each.storage: each.target for each in program.placeholders if each.target in trained},
+        rows=next((len(each) for each in args if isinstance(each, Tensor) and each.dim()), 1),
     )
 
 
@@ -191,7 +210,7 @@ def split_chain(chain: Chain, stages: int, microbatches: int, link: Interconnect
         raise OptionError(f"microbatches={microbatches} is not allowed: use a whole number from 1")
     limit_bytes = chain.profile.memory_bytes or inf
     cut = partition(chain.segments, stages, microbatches, link.transfer_us, limit_bytes)
-    orders = one_forward_one_backward(stages, microbatches)
+    run = _run("1F1B", one_forward_one_backward(stages, microbatches), cut, link)
     return Split(
         model=chain.model,
         device=chain.profile.name,
@@ -199,6 +218,72 @@ def split_chain(chain: Chain, stages: int, microbatches: int, link: Interconnect
         stages=cut,
         submodules=tuple(map(chain.submodules, cut)),
         shared=chain.shared(cut),
-        step_us=simulated(orders, cut, [link.transfer_us(stage.crossing_bytes) for stage in cut]).makespan_us,
-        memory_bytes=tuple(memory_bytes(order, cut) for order in orders),
+        step_us=run.step_us,
+        memory_bytes=run.memory_bytes,
     )
+
+
+def compare(chain: Chain, devices: int, microbatches: int, link: Interconnect) -> Comparison:
+    """Compare the schedules of ``torch.distributed.pipelining``, and numbers of microbatches of the same rows.
+
+    More microbatches are smaller: the pipeline fills faster, and kernels use less of a device.
+
+    Args:
+        chain: the model; its example is one of these microbatches.
+        devices: how many.
+        microbatches: of a step.
+        link: what joins the devices.
+
+    Raises:
+        OptionError: an option has a value that is not allowed.
+        TargetError: the model cannot be cut into a stage for each device.
+    """
+    pipeline = split_chain(chain, devices, microbatches, link)
+    rows = microbatches * chain.rows
+    counts = sorted({microbatches, *(n for n in (devices << k for k in range(6)) if n <= rows and rows % n == 0)})
+    cuts: dict[int, Sequence[Stage] | str] = {1: pipeline.stages}
+    try:
+        cuts[2] = split_chain(chain, 2 * devices, microbatches, link).stages
+    except AutostreamError as error:
+        cuts[2] = str(error)
+    runs = []
+    for number in counts:
+        segments = (chain if number == microbatches else chain.resized(microbatches / number)).segments
+        for each, names in ((1, ("GPipe", "1F1B")), (2, _TWO_EACH)):
+            cut = cuts[each]
+            for name in names:
+                if isinstance(cut, str):
+                    runs.append(Run(name, number, refusal=cut))
+                    continue
+                stages = [_stage(segments, stage.segments) for stage in cut]
+                try:
+                    run = _run(name, _orders(name, devices, number), stages, link)
+                except AutostreamError as error:
+                    run = Run(name, number, refusal=str(error))
+                runs.append(_fitting(run, chain.profile.memory_bytes))
+    return Comparison(pipeline, link.name, chain.rows, tuple(runs))
+
+
+def _orders(schedule: str, devices: int, microbatches: int) -> Orders:
+    known = {"GPipe": gpipe, "1F1B": one_forward_one_backward}
+    return known[schedule](devices, microbatches) if schedule in known else orders(schedule, devices, microbatches)
+
+
+def _stage(segments: Sequence[Segment], bounds: tuple[int, int]) -> Stage:
+    first, end = bounds
+    return next(islice(stages_from(segments, first), end - first - 1, None))
+
+
+def _run(schedule: str, actions: Orders, stages: Sequence[Stage], link: Interconnect) -> Run:
+    timeline = simulated(actions, stages, [link.transfer_us(stage.crossing_bytes) for stage in stages])
+    microbatches = 1 + max(action.microbatch for action in actions[0])
+    memory = tuple(memory_bytes(order, stages) for order in actions)
+    return Run(schedule, microbatches, timeline, timeline.makespan_us, bubble_share(timeline), memory)
+
+
+def _fitting(run: Run, limit_bytes: int) -> Run:
+    """The run, refused if a device has not the memory; with 0, that is not known."""
+    needed = max(run.memory_bytes, default=0)
+    if not 0 < limit_bytes < needed:
+        return run
+    return replace(run, refusal=f"a device would hold {size(needed)}, and has {size(limit_bytes)}")

@@ -79,7 +79,8 @@ def test_commands_are_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, comm
     if not hasattr(arguments, "policy") or str(arguments.device).endswith(".json"):
         return
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(planning, "prepare", lambda *_, **__: (nn.ReLU(), (torch.ones(1),)))
+    layers = nn.Sequential(*(nn.Linear(1, 1) for _ in range(8)))
+    monkeypatch.setattr(planning, "prepare", lambda *_, **__: (layers, (torch.ones(1),)))
     for form in ("code", "before-after", "svg"):  # of what was traced, or by a program that need not be here
         monkeypatch.setitem(planning._TABLES, form, lambda *_: "")
     monkeypatch.setattr(pipeline, "plan", lambda *_: REPORT)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autostream
+from autostream.costs.device import profile_named
+from autostream.costs.interconnects import interconnect_of
 from autostream.errors import OptionError, TargetError, TraceError
+from autostream.splitting import chain_of, compare
 
 
 def layers(count: int, width: int = 256) -> nn.Module:
@@ -84,6 +89,16 @@ def test_costs_may_be_measured() -> None:
     found = autostream.split(layers(4), [x], 2, costs="measured")
     assert [stage.segments for stage in found.stages][-1][1] == len(layers(4)) * 2
     assert found.step_us > 0
+
+
+def test_a_schedule_that_needs_more_memory_than_there_is_is_refused() -> None:
+    """GPipe holds the activations of 32 microbatches, 1F1B those of two."""
+    small = replace(profile_named("h200"), memory_bytes=6_000_000)
+    comparison = compare(chain_of(layers(4), [torch.ones(64, 256)], small), 2, 32, interconnect_of(small, "nvlink"))
+    runs = {run.schedule: run.refusal for run in comparison.asked()}
+    assert runs["GPipe"] == "a device would hold 8.4 MB, and has 6.0 MB"
+    assert runs["1F1B"] == ""
+    assert comparison.best.schedule != "GPipe"
 
 
 def test_what_cannot_be_split_is_said() -> None:

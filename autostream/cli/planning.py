@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from autostream import pipeline
-from autostream.cli import zoo
+from autostream.cli import pipelines, zoo
 from autostream.cli.arguments import how_many, names, whole
 from autostream.cli.command import Argument, Command, argument
+from autostream.cli.pipelines import PIPELINE
 from autostream.cli.shared import DISABLED, JSON, PLANNING, TARGET
 from autostream.cli.targets import Step, parse_device, parse_input, prepare
 from autostream.cli.terminal import message, progress, require_writable, show
@@ -60,6 +61,20 @@ def _run(arguments: argparse.Namespace, formats: dict[str, Format], *, runs: boo
     plan = _planned(arguments, runs)
     with progress(f"drawing {arguments.target}"), _quiet_torch():
         shown = formats[arguments.form](plan, selection)
+    show(shown, arguments.out, report=arguments.form == "text")
+    return 0
+
+
+def _run_schedule(arguments: argparse.Namespace) -> int:
+    pipelines.check(arguments)
+    if arguments.stages is None:
+        return _run(arguments, _ANSWERS)
+    require_writable(arguments.out)
+    device, profile = _planned_for(arguments.device)
+    with progress(f"planning {arguments.target}"), redirect_stdout(sys.stderr), _quiet_torch():
+        inputs = [parse_input(text) for text in arguments.input]
+        model, args = prepare(arguments.target, inputs, device, zoo_model=zoo.uncalibrated)
+        shown = pipelines.planned(arguments, model, args, profile)
     show(shown, arguments.out, report=arguments.form == "text")
     return 0
 
@@ -230,11 +245,13 @@ SCHEDULE = Command(
     "predict what scheduling would gain, on a GPU that need not be here, and why not more",
     f"""Predict what scheduling would gain, on this device or another, without running the model:
 how much faster, how sure that is, at most how much, why not more, what would run beside what, and what to try.
+With --stages, the model is cut into stages of a pipeline over so many devices: when each of them would run by
+each of PyTorch's schedules, how long they would wait, what they would hold, and which is best.
 
 {TARGET}""",
     "schedule googlenet --input 1x3x224x224:float16 --device h100",
-    [*PLANNING, *_choosing(10, "10"), JSON],
-    partial(_run, formats=_ANSWERS),
+    [*PLANNING, *PIPELINE, *_choosing(10, "10"), JSON],
+    _run_schedule,
 )
 
 INSPECT = Command(

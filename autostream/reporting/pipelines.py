@@ -1,9 +1,83 @@
-"""Pipelines as text: the stages of a split model."""
+"""Pipelines as text and JSON: the stages of a model, and schedules of its microbatches.
+
+1F1B    device 0   FFFF····BFBFBFBFBF··B·B·B      F forward, B backward, I and W its halves, · waits
+device 1   ·FFF··BFBFBFBFBFB·B·B···
+"""
 
 from __future__ import annotations
 
-from autostream.reporting.tables import count, few, size, table, us
-from autostream.scheduling.microbatches import Pipeline
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+
+from autostream.ir import Slice
+from autostream.reporting.tables import count, few, pairs, size, table, us
+from autostream.scheduling.microbatches import Comparison, Pipeline, Run
+
+_WIDTH = 100
+"""Characters of a step in a drawing."""
+
+
+def render(comparison: Comparison) -> str:
+    """The best schedule, the stages, all schedules as a table and as drawings, and numbers of microbatches."""
+    pipeline, best, asked = comparison.pipeline, comparison.best, comparison.asked()
+    summary = [
+        ("model", pipeline.model),
+        ("devices", f"{len(pipeline.stages)} times {pipeline.device}, joined by {comparison.interconnect}"),
+        ("step", f"{pipeline.microbatches} microbatches of {count(comparison.rows, 'row')}, forward and backward"),
+        ("best", f"{best.schedule} with {best.microbatches} microbatches: {us(best.step_us)}, {best.bubble:.0%} waits"),
+        *(("refused", f"{run.schedule}: {run.refusal}") for run in asked if run.refusal),
+    ]
+    numbers = sorted({run.microbatches for run in comparison.runs})
+    runs = [[run for run in comparison.runs if run.microbatches == number and not run.refusal] for number in numbers]
+    fastest = [min(each, key=lambda run: run.step_us) for each in runs if each]
+    parts = (
+        pairs(summary),
+        split_table(pipeline),
+        _runs_table("Schedules", [run for run in asked if not run.refusal]),
+        _runs_table("Microbatches, of as many rows together", fastest),
+        *(_drawing(run) for run in asked if not run.refusal),
+    )
+    return "\n\n".join(parts)
+
+
+def to_json(comparison: Comparison) -> str:
+    """All of it, with each run's timeline, as JSON."""
+    best = comparison.best
+    chosen = {"schedule": best.schedule, "microbatches": best.microbatches}
+    return json.dumps({**asdict(comparison), "best": chosen}, indent=1, allow_nan=False)
+
+
+def _runs_table(title: str, runs: Iterable[Run]) -> str:
+    head = ("schedule", "microbatches", "step", "waits", "memory of each device")
+    rows = [
+        (
+            run.schedule,
+            str(run.microbatches),
+            us(run.step_us),
+            f"{run.bubble:.1%}",
+            ", ".join(map(size, run.memory_bytes)),
+        )
+        for run in runs
+    ]
+    return table(title, head, rows, right="microbatches step waits")
+
+
+def _drawing(run: Run) -> str:
+    """A line for each device, whose characters say what it does at their time."""
+    devices = range(1 + max(piece.stream for piece in run.timeline.slices))
+    title = f"{run.schedule}, {run.microbatches} microbatches: a character is {us(run.step_us / _WIDTH)}"
+    lines = [_line([piece for piece in run.timeline.slices if piece.stream == at], run.step_us) for at in devices]
+    return "\n".join([title, *(f"device {at}  {line}" for at, line in enumerate(lines))])
+
+
+def _line(slices: Sequence[Slice], step_us: float) -> str:
+    cells = ["·"] * _WIDTH
+    for piece in slices:
+        first, end = (round(at_us / step_us * _WIDTH) for at_us in (piece.start_us, piece.end_us))
+        kind = next(letter for letter in piece.op if letter.isalpha())
+        cells[first:end] = kind * (end - first)
+    return "".join(cells)
 
 
 def split_table(split: Pipeline) -> str:

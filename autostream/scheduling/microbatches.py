@@ -15,7 +15,7 @@ NeurIPS), 1F1B from Narayanan et al. 2019 (PipeDream, SOSP).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from autostream.errors import ScheduleError
@@ -59,6 +59,56 @@ class Pipeline:
     shared: tuple[str, ...]
     step_us: float
     memory_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A step of a pipeline by one schedule.
+
+    Attributes:
+        schedule: its name, as in ``torch.distributed.pipelining.schedules.get_schedule_class``.
+        microbatches: of the step.
+        timeline: when each action runs, on the stream of its device.
+        step_us: how long forward and backward of all microbatches take, µs.
+        bubble: the share of the devices' time in which they wait.
+        memory_bytes: the most that each device holds.
+        refusal: why it cannot run, or ``""``.
+    """
+
+    schedule: str
+    microbatches: int
+    timeline: Timeline = field(default_factory=lambda: Timeline(()))
+    step_us: float = 0.0
+    bubble: float = 0.0
+    memory_bytes: tuple[int, ...] = ()
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Schedules of a pipeline, for several numbers of microbatches of the same rows.
+
+    Attributes:
+        pipeline: the model with a stage for each device.
+        interconnect: what joins the devices.
+        rows: of a microbatch, for ``pipeline.microbatches`` of them.
+        runs: by number of microbatches, then by schedule.
+    """
+
+    pipeline: Pipeline
+    interconnect: str
+    rows: int
+    runs: tuple[Run, ...]
+
+    @property
+    def best(self) -> Run:
+        """The fastest; of runs that take as long, the one of the least memory."""
+        possible = [run for run in self.runs if not run.refusal]
+        return min(possible, key=lambda run: (run.step_us, max(run.memory_bytes)))
+
+    def asked(self) -> tuple[Run, ...]:
+        """The runs of the number of microbatches that was asked for."""
+        return tuple(run for run in self.runs if run.microbatches == self.pipeline.microbatches)
 
 
 def gpipe(stages: int, microbatches: int) -> Orders:

@@ -1,0 +1,79 @@
+"""``autostream schedule --stages``, as its users meet it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autostream import cli
+from tests.cli.calls import error_of
+
+TOWER = """
+import torch
+from torch import nn
+
+def tower():
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), (torch.ones(64, 512),)
+"""
+
+
+@pytest.fixture
+def tower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tower.py").write_text(TOWER)
+    return "tower.py:tower"
+
+
+def test_a_pipeline_is_planned_without_a_gpu(capsys: pytest.CaptureFixture[str], tower: str) -> None:
+    assert cli.main(["schedule", tower, "--stages", "4", "--microbatches", "8", "--device", "h200", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["pipeline"]["device"] == "NVIDIA H200"
+    assert [stage["begins"] for stage in data["pipeline"]["stages"]] == ["", "2", "4", "6"]
+    asked = {run["schedule"]: run for run in data["runs"] if run["microbatches"] == 8}
+    assert [*asked] == ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
+    assert not any(run["refusal"] for run in asked.values())
+    assert {run["microbatches"] for run in data["runs"]} == {4, 8, 16, 32, 64, 128}
+    assert max(asked["1F1B"]["memory_bytes"]) < max(asked["GPipe"]["memory_bytes"])
+    all_rows = {tuple(run["memory_bytes"]) for run in data["runs"] if run["schedule"] == "GPipe"}
+    assert len(all_rows) == 1  # GPipe holds the activations of all rows, however many microbatches they are
+    best = min(data["runs"], key=lambda run: run["step_us"])
+    assert data["best"] == {name: best[name] for name in ("schedule", "microbatches")}
+
+
+def test_a_slower_interconnect_takes_longer(capsys: pytest.CaptureFixture[str], tower: str) -> None:
+    steps = []
+    for name in ("nvlink", "infiniband"):
+        command = ["schedule", tower, "--stages", "2", "--device", "h200", "--interconnect", name, "--json"]
+        assert cli.main(command) == 0
+        data = json.loads(capsys.readouterr().out)
+        assert data["interconnect"] == name
+        assert data["pipeline"]["microbatches"] == 8
+        steps.append(data["pipeline"]["step_us"])
+    assert steps[0] < steps[1]
+
+
+def test_too_many_stages_for_two_on_each_device_leave_the_others(
+    capsys: pytest.CaptureFixture[str], tower: str
+) -> None:
+    assert cli.main(["schedule", tower, "--stages", "8", "--device", "h200", "--out", "pipeline.txt"]) == 0
+    assert capsys.readouterr().out == ""
+    text = Path("pipeline.txt").read_text()
+    assert "refused  Interleaved1F1B: stages=16 is not allowed: the model has 7 cut points" in text
+    assert "1F1B, 32 microbatches: a character is" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--microbatches", "8"], "--microbatches is of a pipeline: say over how many devices, as in --stages 4"),
+        (["--stages", "1"], "stages=1 is not allowed"),
+        (["--stages", "2", "--interconnect", "rings"], "interconnect='rings' is not allowed"),
+        (["--stages", "2", "--microbatches", "0"], "microbatches=0 is not allowed"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(
+    capsys: pytest.CaptureFixture[str], tower: str, arguments: list[str], said: str
+) -> None:
+    assert said in error_of(capsys, "schedule", tower, "--device", "h200", *arguments)
