@@ -74,6 +74,8 @@ def _run_schedule(arguments: argparse.Namespace) -> int:
     with progress(f"planning {arguments.target}"), redirect_stdout(sys.stderr), _quiet_torch():
         inputs = [parse_input(text) for text in arguments.input]
         model, args = prepare(arguments.target, inputs, device, zoo_model=zoo.uncalibrated)
+        if not isinstance(model, nn.Module):
+            raise TargetError(f"{arguments.target} is a training step: a pipeline is planned of its model")
         shown = pipelines.planned(arguments, model, args, profile)
     show(shown, arguments.out, report=arguments.form == "text")
     return 0

@@ -14,61 +14,11 @@ Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from autostream.costs.interconnects import Interconnect
 from autostream.ir import DeviceProfile, Op
-
-
-@dataclass(frozen=True, slots=True)
-class Interconnect:
-    """What processes communicate over.
-
-    Attributes:
-        name: for reports.
-        bandwidth: of each process in one direction, bytes per µs.
-        start_us: time that any collective takes, µs.
-        hop_us: time that each step of a ring takes besides the transfer, µs.
-    """
-
-    name: str
-    bandwidth: float
-    start_us: float
-    hop_us: float
-
-
-_ATTAINABLE = 0.85
-"""The share of a link's rate that large messages reach."""
-
-_START_US = 6.6
-"""NCCL's own constant for rings of small messages (``baseLatencies`` of ``ncclTunerConstantsDefaults``)."""
-
-NVLINK = Interconnect("NVLink", 450e3 * _ATTAINABLE, _START_US, 0.6)
-"""The fourth generation: 450 GB/s in one direction (NVIDIA H100 and H200 datasheets: 900 GB/s in both); the latency of
-a hop is NCCL's (``hwLatencies``, NVLink, ring)."""
-
-INFINIBAND_400 = Interconnect("400 Gb/s InfiniBand", 50e3 * _ATTAINABLE, _START_US, 2.7)
-"""One NDR port for each GPU: 400 Gb/s (NVIDIA ConnectX-7 datasheet); the latency of a hop is NCCL's (``hwLatencies``,
-network, ring)."""
-
-LOOPBACK = Interconnect("loopback", 1e3, 100.0, 50.0)
-"""Gloo between processes of one machine, roughly: 1 GB/s, and a TCP round trip with two threads to wake for each hop.
-An assumption, not a measurement."""
 
 _CHANNELS = 16
 """Thread blocks of a collective's kernel: NCCL has one for each channel, and keeps the other multiprocessors free."""
-
-
-def interconnect_of(profile: DeviceProfile, device: str) -> Interconnect:
-    """What processes communicate over by default: the links between devices of this kind, or the loopback of a CPU.
-
-    Example:
-        >>> from autostream.costs.device import profile_named
-        >>> interconnect_of(profile_named("h200"), "cuda:0").bandwidth == NVLINK.bandwidth
-        True
-    """
-    if device == "cpu":
-        return LOOPBACK
-    return Interconnect(f"links of {profile.name}", profile.peer_bandwidth, _START_US, NVLINK.hop_us)
 
 
 def collective_us(op: Op, interconnect: Interconnect) -> float:

@@ -1,6 +1,6 @@
-"""How long bytes take from one device to another, by what joins them.
+"""What joins devices, and how long bytes take from one to the next.
 
-A transfer takes ``latency + bytes / bandwidth``. Latencies are those of NCCL's sends of small messages.
+A message takes ``start + hop + bytes / bandwidth``. Start and hop are those of NCCL's cost model.
 """
 
 from __future__ import annotations
@@ -10,39 +10,50 @@ from dataclasses import dataclass
 from autostream.errors import OptionError
 from autostream.ir import DeviceProfile
 
-_INFINIBAND = 50_000 * 0.85
-"""Bytes per µs. NDR InfiniBand has 400 Gb/s in one direction (datasheet of ConnectX-7); large messages reach 85 %."""
-
-_LATENCY_US = {"nvlink": 10.0, "infiniband": 15.0}
-
-NAMES = tuple(_LATENCY_US)
-
 
 @dataclass(frozen=True, slots=True)
 class Interconnect:
-    """What joins two devices.
+    """What devices, or processes, communicate over.
 
     Attributes:
-        name: ``"nvlink"`` or ``"infiniband"``.
-        bandwidth: in one direction, bytes per µs.
-        latency_us: time of an empty message, µs.
+        name: for reports.
+        bandwidth: of each device in one direction, bytes per µs.
+        start_us: time that any communication takes, µs.
+        hop_us: time that a message takes from one device to the next besides the transfer, µs.
     """
 
     name: str
     bandwidth: float
-    latency_us: float
+    start_us: float
+    hop_us: float
 
     def transfer_us(self, size: int) -> float:
-        """The time of a transfer of so many bytes, µs.
+        """The time of a message of so many bytes to the next device, µs.
 
         Example:
-            >>> Interconnect("nvlink", 400e3, 10.0).transfer_us(4_000_000)
+            >>> Interconnect("nvlink", 400e3, 6.0, 4.0).transfer_us(4_000_000)
             20.0
         """
-        return self.latency_us + size / self.bandwidth
+        return self.start_us + self.hop_us + size / self.bandwidth
 
 
-def interconnect_of(profile: DeviceProfile, name: str) -> Interconnect:
+_START_US = 6.6
+"""NCCL's own constant for rings of small messages (``baseLatencies`` of ``ncclTunerConstantsDefaults``)."""
+
+_HOP_US = {"nvlink": 0.6, "infiniband": 2.7}
+"""NCCL's own latencies of a hop in a ring (``hwLatencies``)."""
+
+NAMES = tuple(_HOP_US)
+
+_INFINIBAND = 50_000 * 0.85
+"""Bytes per µs. NDR InfiniBand has 400 Gb/s in one direction (datasheet of ConnectX-7); large messages reach 85 %."""
+
+LOOPBACK = Interconnect("loopback", 1e3, 100.0, 50.0)
+"""Gloo between processes of one machine, roughly: 1 GB/s, and a TCP round trip with two threads to wake for each hop.
+An assumption, not a measurement."""
+
+
+def interconnect_of(profile: DeviceProfile, name: str = NAMES[0]) -> Interconnect:
     """The interconnect of devices of a kind.
 
     Args:
@@ -52,8 +63,13 @@ def interconnect_of(profile: DeviceProfile, name: str) -> Interconnect:
 
     Raises:
         OptionError: there is no such name.
+
+    Example:
+        >>> from autostream.costs.device import profile_named
+        >>> interconnect_of(profile_named("h200"), "infiniband")
+        Interconnect(name='infiniband', bandwidth=42500.0, start_us=6.6, hop_us=2.7)
     """
-    if name not in _LATENCY_US:
+    if name not in _HOP_US:
         raise OptionError(f"interconnect={name!r} is not allowed: use {' or '.join(NAMES)}")
     bandwidth = profile.peer_bandwidth if name == "nvlink" else _INFINIBAND
-    return Interconnect(name, bandwidth, _LATENCY_US[name])
+    return Interconnect(name, bandwidth, _START_US, _HOP_US[name])

@@ -16,12 +16,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from autostream.costs.collectives import (
-    Interconnect,
-    collective_us,
-    interconnect_of,
-    multiprocessors_of_collective,
-)
+from autostream.costs.collectives import collective_us, multiprocessors_of_collective
+from autostream.costs.interconnects import LOOPBACK, Interconnect, interconnect_of
 from autostream.costs.locality import missed_share
 from autostream.costs.occupancy import Kernel, busy_share
 from autostream.errors import CostError
@@ -93,7 +89,7 @@ def price(graph: OpGraph, profile: DeviceProfile, interconnect: Interconnect | N
     if on_gpu and profile.cache_bytes:
         bandwidth *= 1 + (_CACHED - 1) * (1 - missed_share(graph, profile))
     start_us = _DENSE_START_US if on_gpu else 0.0
-    link = interconnect or interconnect_of(profile, graph.device)
+    link = interconnect or (interconnect_of(profile) if on_gpu else LOOPBACK)
     return {op.name: _estimate(op, profile, graph.device, bandwidth, start_us, link) for op in graph.ops.values()}
 
 

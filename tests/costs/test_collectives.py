@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from autostream.costs.collectives import INFINIBAND_400, LOOPBACK, NVLINK, Interconnect, collective_us, interconnect_of
+from autostream.costs.collectives import collective_us
 from autostream.costs.device import profile_named
+from autostream.costs.interconnects import LOOPBACK, Interconnect, interconnect_of
 from autostream.costs.roofline import price
 from autostream.ir import Op, OpGraph
 
@@ -39,9 +40,10 @@ def test_duration_by_message_and_processes(op: Op, microseconds: float) -> None:
 
 def test_a_gibibyte_over_named_interconnects() -> None:
     """Eight processes send 1.75 GiB each: at 382.5 GB/s that takes 4.9 ms, at 42.5 GB/s 44.2 ms."""
-    op = _op("all_reduce", 1 << 30, 1 << 30, 8)
-    assert collective_us(op, NVLINK) == pytest.approx(6.6 + 14 * 0.6 + 1.75 * 1024**3 / 382.5e3)
-    assert collective_us(op, INFINIBAND_400) == pytest.approx(6.6 + 14 * 2.7 + 1.75 * 1024**3 / 42.5e3)
+    op, h200 = _op("all_reduce", 1 << 30, 1 << 30, 8), profile_named("h200")
+    nvlink, infiniband = (interconnect_of(h200, name) for name in ("nvlink", "infiniband"))
+    assert collective_us(op, nvlink) == pytest.approx(6.6 + 14 * 0.6 + 1.75 * 1024**3 / 382.5e3)
+    assert collective_us(op, infiniband) == pytest.approx(6.6 + 14 * 2.7 + 1.75 * 1024**3 / 42.5e3)
 
 
 @pytest.mark.parametrize(("device", "profile"), [("cuda:0", "h200"), ("cpu", "cpu")])
@@ -51,7 +53,7 @@ def test_a_program_is_priced_over_what_its_device_has(device: str, profile: str)
     waited = Op("wait", "_c10d_functional.wait_tensor.default", ("wait",), NONE, NONE, device=device)
     known = profile_named(profile)
     costs = price(OpGraph({op.name: op for op in (reduced, waited)}, (), {}, (), device), known)
-    link = LOOPBACK if device == "cpu" else interconnect_of(known, device)
+    link = LOOPBACK if device == "cpu" else interconnect_of(known)
     assert costs["all_reduce"].duration_us == pytest.approx(collective_us(reduced, link))
     assert costs["all_reduce"].sm_share == min(1.0, 16 / known.multiprocessors)
     assert costs["wait"].duration_us == 0.0
