@@ -65,15 +65,6 @@ def read(path: Path, context: Context | None = None) -> Measurements:
     return measurements
 
 
-def path_of(context: Context) -> Path:
-    """The path of a context's file, whether or not it exists.
-
-    Raises:
-        FileNotFoundError: there is no home directory; see :func:`autostream.options.cache_folder`.
-    """
-    return _STORE.path(_name(context))
-
-
 def _name(context: Context) -> str:
     device = re.sub(r"\W+", "-", context.device.casefold())
     return f"{device}-{key_of(SCHEMA, context.device, context.multiprocessors, context.versions)[:16]}"

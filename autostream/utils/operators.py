@@ -70,15 +70,6 @@ def is_unknown(value: object) -> bool:
     return type(value).__name__ in ("SymInt", "SymFloat", "SymBool")
 
 
-def symbols_of(number: Any) -> frozenset[str]:
-    """The names of the symbols that a data-dependent number is computed from.
-
-    Args:
-        number: a value for which :func:`is_unknown` is true.
-    """
-    return frozenset(map(str, number.node.expr.free_symbols))
-
-
 def draws(target: OpOverload, arguments: Mapping[str, Any]) -> bool:
     """Whether a call generates random numbers.
 

@@ -10,7 +10,7 @@ import pytest
 
 from autostream import store as stores
 from autostream.costs import cache
-from autostream.costs.cache import load, path_of, read, save
+from autostream.costs.cache import load, read, save
 from autostream.costs.device import profile_named
 from autostream.costs.records import Context, Measurements, Record, to_json
 from autostream.errors import CostError
@@ -74,13 +74,14 @@ DAMAGE: dict[str, Callable[[str], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_damaged_file_is_reported_once_and_measured_again(damage: Callable[[str], str]) -> None:
+def test_a_damaged_file_is_reported_once_and_measured_again(folder: Path, damage: Callable[[str], str]) -> None:
     save(of(relu=RELU, add=ADD))
-    path_of(H200).write_text(damage(path_of(H200).read_text()))
+    (path,) = folder.rglob("*.json")
+    path.write_text(damage(path.read_text()))
     measurements, (note,) = load(H200)
     assert measurements == of()
     assert note.choice == "cache rebuilt"
-    assert note.reason.startswith(f"{path_of(H200)} cannot be used (")
+    assert note.reason.startswith(f"{path} cannot be used (")
     assert note.reason.endswith("; its ops are measured again")
     assert load(H200) == (of(), ())
     assert save(of(add=ADD)) == ()
@@ -98,10 +99,11 @@ def test_measurements_that_cannot_be_kept_are_reported(folder: Path) -> None:
 # Files that a user names
 
 
-def test_a_file_of_the_cache_can_be_copied_and_named(tmp_path: Path) -> None:
+def test_a_file_of_the_cache_can_be_copied_and_named(folder: Path, tmp_path: Path) -> None:
     measurements = Measurements(H200, profile_named("h200"), {"relu": RELU})
     save(measurements)
-    copy = path_of(H200).rename(tmp_path / "my-h200.json")
+    (path,) = folder.rglob("*.json")
+    copy = path.rename(tmp_path / "my-h200.json")
     assert read(copy, H200) == read(copy) == measurements
 
 
