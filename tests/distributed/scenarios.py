@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import networkx as nx
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from autostream.analysis.dependencies import analyze
 from autostream.costs.device import profile_named
 from autostream.costs.roofline import price
 from autostream.errors import GroupError, TargetError
+from autostream.ir import Assignment
 from autostream.runtime.lower import lower
 from autostream.runtime.runs import uncaptured
 from autostream.scheduling.policies import POLICIES
@@ -82,6 +84,11 @@ def assert_in_graphs(step: Any, collectives: int, streams: int = 2) -> None:
     assert apart == (reduced if streams == 2 else set())
 
 
+def assert_no_copies(step: Any) -> None:
+    """No gradient was copied to memory of its parameter's."""
+    assert not [name for name in step.reports[0].graph.ops if name.startswith("empty_like")]
+
+
 def step_as_ddp(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """Two backwards that add up, then clipping: as in DistributedDataParallel, eager and in a graph."""
     model = net(rank)
@@ -110,8 +117,7 @@ def step_as_ddp(rank: int, processes: int, group: dist.ProcessGroup) -> None:
             assert one.grad is not None
             assert one.grad.stride() == one.stride()
     assert_in_graphs(step, collectives=2 * 2)
-    copies = [op for op in step.reports[0].graph.ops.values() if op.name.startswith("empty_like")]
-    assert not copies, "averages are gradients without a copy"
+    assert_no_copies(step)
 
 
 def train_step_as_ddp(rank: int, processes: int, group: dist.ProcessGroup) -> None:
@@ -215,6 +221,7 @@ def reductions_of_the_user(rank: int, processes: int, group: dist.ProcessGroup) 
         torch.testing.assert_close(step(x), eager(x).detach(), rtol=1e-12, atol=1e-12)
         assert_alike(model, other)
     assert_in_graphs(step, collectives=2, streams=1)
+    assert_no_copies(step)
 
 
 def _squares(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
@@ -316,6 +323,28 @@ def other_collectives_are_refused(rank: int, processes: int, group: dist.Process
         )
 
 
+def a_step_that_one_process_cannot_capture_is_refused(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """The second process would run it as it is written, where the first has a graph."""
+    model = nn.Linear(4, 2).double()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @autostream.step(optimizers=[sgd], data_parallel=group, **STREAMED)
+    def step(x: Tensor, branches: bool) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        if not branches or loss.item() > 0:
+            sgd.step()
+        sgd.zero_grad()
+        return loss
+
+    x = torch.ones(3, 4, dtype=torch.float64)
+    for _ in range(2):
+        step(x, False)
+    said = "number 1 is the step as it is written on rank 1" if rank else "and the step as it is written on rank 1"
+    with pytest.raises(GroupError, match=said):
+        step(x.repeat(2, 1), rank == 1)
+
+
 def another_process_is_not_there(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """The first process compiles a step that the second does not run."""
     model = nn.Linear(4, 2).double()
@@ -371,17 +400,27 @@ def a_process_dies(rank: int, processes: int, group: dist.ProcessGroup) -> None:
 
 
 def random_programs(rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    """Each is what it is one op after another, by every policy, over two groups, with waits anywhere."""
+    """Each is what it is one op after another, by every policy, with waits anywhere.
+
+    Over two groups, both processes have the same schedule; over one, each has any other, which must not matter.
+    """
     groups = [group.group_name, dist.new_group().group_name]
     for seed in range(24):
-        case, graph_inputs = _program(random.Random(seed), processes, groups)
+        over_two = seed % 2 == 0
+        case, graph_inputs = _program(random.Random(seed), processes, groups if over_two else groups[:1])
         program = case.program
         inputs = [torch.full_like(torch.empty(each.shape), 1.0 + rank + at) for at, each in enumerate(graph_inputs)]
         expected = program.module(*[each.clone() for each in inputs])
         graph = analyze(program)
         profile = profile_named("h200")
         for name in POLICIES if seed % 6 == 0 else ("critical_path", "path_cover"):
-            assignment = POLICIES[name](graph, price(graph, profile), profile, 2 + seed % 2, frozenset())
+            if over_two:
+                assignment = POLICIES[name](graph, price(graph, profile), profile, 2 + seed % 4 // 2, frozenset())
+            else:
+                dice = random.Random(f"{seed}, {name}, {rank}")
+                rank_of = {op: dice.random() for op in graph.ops}
+                order = tuple(nx.lexicographical_topological_sort(graph.digraph, key=rank_of.__getitem__))
+                assignment = Assignment("any", 3, order, {op: dice.randrange(3) for op in order})
             schedule = place_releases(graph, synchronize(graph, assignment))
             verify(graph, schedule)
             agreement.agree_on(graph, schedule)
@@ -450,6 +489,7 @@ IN_TWO: dict[str, Callable[[int, int, dist.ProcessGroup], None]] = {
         ddp_inside_runs_as_written,
         gradients_that_no_backward_computed,
         other_collectives_are_refused,
+        a_step_that_one_process_cannot_capture_is_refused,
         another_process_is_not_there,
     )
 }
