@@ -34,7 +34,7 @@ def run(step: Step, batch: Batch) -> Any:
 def traced(step: Step, batch: Batch, *, whole: bool = True) -> tuple[Program, list[Tensor]]:
     """The program of a step whose optimizer has its state, and the program's arguments."""
     graphs = graphs_of(step, BufferTable(), whole=whole)
-    call = graphs.call(batch if whole else (step.scale(), *batch), {})
+    call = graphs.call(batch, {})
     assert isinstance(call, Call), call
     captured, step_program = trace(graphs, call)
     return step_program.program, step_program.arguments(captured.tensors, call.updates)

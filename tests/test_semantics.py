@@ -483,7 +483,7 @@ EAGER: Mapping[str, tuple[Callable[[], Case], str]] = {
     "a sparse tensor": (lambda: case(Model(lambda s, x: (x * 2).to_dense()), t(3, 3).to_sparse()), "torch.sparse_coo"),
     "a meta tensor": (lambda: case(Model(lambda s, x: (x * 2).shape), t(3).to("meta")), "is on meta"),
     "an input that is said to require gradients": (lambda: case(Model(requires_an_input), t(3)), "requires_grad_"),
-    "a result that is said to": (lambda: case(Model(lambda s, x: x.clone().requires_grad_()), t(3)), "requires_grad_"),
+    "a result that is said to": (lambda: case(Model(lambda s, x: x.clone().requires_grad_()), t(3)), "requires_grad"),
     "a result of what is said to": (lambda: case(Model(returns_what_requires), t(3)), "requires_grad"),
     "another default dtype": (lambda: case(Model(makes_doubles), t(3)), "default_dtype"),
     "lazy parameters": (lambda: case(nn.LazyLinear(3), t(3)), "first call"),

@@ -81,7 +81,7 @@ class DataParallel:
 
         Args:
             optimizers: of the step.
-            averaged: identities of the parameters whose gradients were averaged before; those of this step are added.
+            averaged: identities of the parameters whose gradients were averaged since their optimizer stepped.
 
         Raises:
             TargetError: an optimizer steps with a gradient that no backward has computed, or a gradient is sparse.
@@ -106,9 +106,13 @@ class DataParallel:
             if not averaged.issuperset(map(id, own)):
                 raise TargetError(NOT_OF_A_BACKWARD)
 
+        def forget(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            averaged.difference_update(map(id, parameters_of(optimizer)))
+
         parameters: list[Any] = [*every.values()]
         handles = [each.register_post_accumulate_grad_hook(reach) for each in parameters]
         handles += [optimizer.register_step_pre_hook(check) for optimizer in optimizers]
+        handles += [optimizer.register_step_post_hook(forget) for optimizer in optimizers]
         try:
             yield
         finally:
@@ -117,8 +121,8 @@ class DataParallel:
 
 
 NOT_OF_A_BACKWARD = (
-    "data_parallel averages the gradients that backward() computes, and an optimizer steps with another one: "
-    "call backward() instead of setting .grad"
+    "data_parallel averages the gradients that backward() computes, once for each step of their optimizer, and an "
+    "optimizer steps with another one: call backward() instead of setting .grad"
 )
 
 
