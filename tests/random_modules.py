@@ -395,7 +395,8 @@ def check(
     for one, other in seen:
         same(one, other, tolerance)
     fates = [report.refusals[0].reason if report.refusals else report.mode for report in fast.reports]
-    assert not any("it cannot be scheduled" in fate for fate in fates), fates
+    # What AOTAutograd refuses with gradients, such as writes to views of tensors without, runs eagerly.
+    assert not any("it cannot be scheduled" in fate and "aot_autograd" not in fate for fate in fates), fates
     return Counter(fates)
 
 

@@ -121,6 +121,7 @@ ONLY_IN = [
             "frontend.aten",
             "frontend.attention_fast_path",
             "frontend.attention_masks",
+            "frontend.dropouts",
             "frontend.steps",
             "dispatch.children",
             "fusion.inductor",

@@ -23,7 +23,6 @@ from torch.fx.traceback import preserve_node_meta
 
 from autostream.errors import AutostreamError, TraceError, first_line
 from autostream.frontend.as_strided import check_as_strided
-from autostream.frontend.decompositions import IDLE_DROPOUTS
 from autostream.frontend.dynamo import compile_lock
 from autostream.ir import Placeholder, Program, Role
 from autostream.utils.storages import storage_of
@@ -102,7 +101,7 @@ def _aten_graph(
         raise TraceError(f"it sets {setters[0].name.removeprefix('set_')}, which its ATen ops would not")
     if decompositions is None and not _casts(module):
         with suppress(TraceError):  # below, after composite ops are decomposed, the graph may be traced after all
-            return traced_on_fakes(fx.Interpreter(module).run, tensors, dict(IDLE_DROPOUTS), pre_dispatch=True)
+            return traced_on_fakes(fx.Interpreter(module).run, tensors, None, pre_dispatch=True)
     return traced_on_fakes(fx.Interpreter(module).run, tensors, dict(decompositions or {}))
 
 

@@ -27,6 +27,7 @@ from autostream.frontend.aten import drop_weak_references, mode_of
 from autostream.frontend.attention_fast_path import use_attention_fast_path
 from autostream.frontend.attention_masks import simplify_masks
 from autostream.frontend.decompositions import SPLIT_CONVOLUTIONS
+from autostream.frontend.dropouts import drop_idle_dropouts
 from autostream.frontend.dynamo import compile_lock
 from autostream.frontend.eager_only import unusual_memory
 from autostream.frontend.inputs import names_like
@@ -68,6 +69,7 @@ def run_graph(module: GraphModule, example_inputs: Sequence[Any], make: Make) ->
         example_inputs: tensors like its inputs.
         make: makes what runs a graph without gradients.
     """
+    drop_idle_dropouts(module)
     simplify_masks(module)
     use_attention_fast_path(module)
     names = names_like(example_inputs)

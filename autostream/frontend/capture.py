@@ -26,6 +26,7 @@ from torch import Tensor, fx
 from autostream.errors import FastPathError, TraceError, first_line
 from autostream.frontend.attention_fast_path import use_attention_fast_path
 from autostream.frontend.attention_masks import simplify_masks
+from autostream.frontend.dropouts import drop_idle_dropouts
 from autostream.frontend.dynamo import compiling, errors_not_logged, timed
 from autostream.frontend.guards import (
     Guards,
@@ -238,6 +239,7 @@ def _capture_of(
     if unguarded is not None:
         held = [source for source in held if not is_reached(source, scope, graph_output.f_globals, unguarded)]
     guard_identities(graph_output, held)
+    drop_idle_dropouts(module)
     simplify_masks(module)
     use_attention_fast_path(module)
     environment = graph_output.get_runtime_env()

@@ -1,7 +1,6 @@
-"""Decompositions of ATen ops while they are traced.
+"""Decompositions of ATen ops while they are traced, so that the parts may run side by side.
 
-A convolution's backward becomes two ops, and an op on a list of tensors becomes one op for each tensor, so that the
-parts may run side by side. A dropout that drops nothing is its argument.
+A convolution's backward becomes two ops, and an op on a list of tensors becomes one op for each tensor.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._ops import OpOverload
 
 aten = torch.ops.aten
@@ -48,28 +46,6 @@ Example:
     >>> graph = make_fx(gradients, dict(SPLIT_CONVOLUTIONS))(x, weight).graph
     >>> [node.args[-1] for node in graph.nodes if node.target is aten.convolution_backward.default]
     [[True, False, False], [False, True, False]]
-"""
-
-
-def _dropout(x: Tensor, probability: float, train: bool) -> Any:
-    return x if not train or probability == 0 or x.numel() == 0 else NotImplemented
-
-
-IDLE_DROPOUTS: Mapping[Any, Callable[..., Any]] = dict.fromkeys(
-    (
-        aten.dropout.default,
-        aten.feature_dropout.default,
-        aten.alpha_dropout.default,
-        aten.feature_alpha_dropout.default,
-    ),
-    _dropout,
-)
-"""Decompositions of dropouts that return their argument. A tracer that keeps composite ops takes the result for a copy,
-so that no fake value of a view of it shares memory with the argument.
-
-Example:
-    >>> IDLE_DROPOUTS[aten.dropout.default](torch.ones(2), 0.5, False)
-    tensor([1., 1.])
 """
 
 
