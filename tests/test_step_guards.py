@@ -114,6 +114,7 @@ class Growing(nn.Module):
         super().__init__()
         self.layer, self.more = layer(), nn.ModuleList()
         self.factors: dict[str, float] = {}
+        self.flags: dict[str, bool] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layer(x)
@@ -121,10 +122,10 @@ class Growing(nn.Module):
             x = part(x)
         for factor in self.factors.values():
             x = x * factor
-        return x
+        return x * 2 if "double" in self.flags else x
 
 
-@pytest.mark.parametrize("grow", ["more", "factors"])
+@pytest.mark.parametrize("grow", ["more", "factors", "flags"])
 @pytest.mark.parametrize("how", ["optimize", "train_step"])
 def test_containers_that_were_empty_may_be_filled(grow: str, how: str) -> None:
     model = Growing()
@@ -137,8 +138,28 @@ def test_containers_that_were_empty_may_be_filled(grow: str, how: str) -> None:
     with torch.set_grad_enabled(how == "train_step"):
         for _ in range(3):
             calls[0]()
-        model.more.append(nn.Tanh()) if grow == "more" else model.factors.update(scale=3.0)
+        model.more.append(nn.Tanh()) if grow == "more" else getattr(model, grow).update(double=3.0)
         torch.testing.assert_close(*[call().detach() for call in calls])
+
+
+def test_a_layer_without_submodules_may_get_one_that_the_step_reads() -> None:
+    model = nn.Sequential(layer(), nn.Tanh())
+    optimizer = SGD(model[0].parameters(), lr=0.0)
+
+    @autostream.step(optimizers=[optimizer], **QUICK)
+    def update(x: Tensor) -> tuple[Tensor, Tensor]:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            return loss, torch.stack([parameter.sum() for parameter in model.parameters()]).sum()
+
+    for _ in range(3):
+        update(rows(8))
+    model[0].extra = layer()
+    _, total = update(rows(8))
+    torch.testing.assert_close(total, sum(parameter.detach().sum() for parameter in model.parameters()))
 
 
 def test_an_average_takes_over_a_buffer_that_the_model_gets() -> None:

@@ -32,6 +32,7 @@ from autostream.frontend.guards import (
     Guards,
     compare_identities,
     drop_guards,
+    guard_empty_tables,
     guard_identities,
     guards_of,
     is_reached,
@@ -222,6 +223,7 @@ def _capture_of(
 ) -> Capture:
     graph_output = output.graph_capture_output()
     compare_identities(graph_output, scope, is_argument)
+    guard_empty_tables(graph_output, scope)
     if unguarded is not None:
         drop_guards(graph_output, scope, unguarded)
     placeholders = module.graph.find_nodes(op="placeholder")

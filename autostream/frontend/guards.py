@@ -185,6 +185,39 @@ def compare_identities(graph_output: Any, scope: dict[str, Any], is_argument: Ca
             guard_identities(graph_output, sources)
 
 
+def guard_empty_tables(graph_output: Any, scope: dict[str, Any]) -> None:
+    """Guard the length of each empty table of a module, such as its submodules, instead of the order of its keys.
+
+    Guards of that order are never skipped where there are no keys, and a step that goes through all modules of a model
+    has one for each layer.
+
+    Args:
+        graph_output: Dynamo's ``GraphCaptureOutput``.
+        scope: the locals of what was traced.
+    """
+    state = graph_output.output_graph
+    make = _length_guard()
+    for source in [*state.guard_on_key_order]:
+        value = value_of(source, scope, graph_output.f_globals)
+        if isinstance(value, dict) and not value and _is_table(source_name(source)):
+            state.guard_on_key_order.discard(source)
+            state.guards.add(source.make_guard(make))
+
+
+def _is_table(source: str) -> bool:
+    """Whether a source is the dictionary of a module's parameters, buffers, submodules or hooks."""
+    return source.rpartition(".")[2] in _TABLES
+
+
+_TABLES = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+
+
+def _length_guard() -> Any:
+    from torch._dynamo.guards import GuardBuilder
+
+    return GuardBuilder.SEQUENCE_LENGTH
+
+
 def drop_guards(graph_output: Any, scope: dict[str, Any], unguarded: Callable[[object, str], bool]) -> None:
     """Drop the guards of attributes, and of all that is reached through them, after :func:`compare_identities`.
 
@@ -243,7 +276,8 @@ def _mark_skippable(root: Any) -> None:
     """Let Dynamo skip a module's guards while no dictionary below it has been written ("recursive dict tags").
 
     Dynamo's own choice (``find_tag_safe_roots``) skips too much: the methods of a list and guards on its items,
-    attributes that a weight is guarded not to have, closures and defaults of functions. It also skips too little: in
+    attributes that a weight is guarded not to have, closures and defaults of functions; and since Python 3.12 it does
+    not see what ``update`` writes into an empty dictionary. It also skips too little: in
     torch 2.11 modules that iterate over an ``nn.Sequential``, and in any version guards on the code of a class's
     method.
     """
@@ -277,6 +311,8 @@ def _is_skippable(node: Any) -> bool:
         return bool(node.has_no_accessors()) and not node.has_object_aliasing_guard() and not absent
     if node.is_guarded_value_immutable() or _is_identity(node):
         return True
+    if issubclass(kind, dict) and not _children(node) and not _is_table(node.get_source()):
+        return False  # it may be empty
     return all(
         _is_skippable_access(kind, node.get_source(), type(accessor).__name__, child)
         for accessor, child in zip(node.get_accessors(), node.get_child_managers(), strict=True)

@@ -82,6 +82,7 @@ def _attempted(make: MakeComparison, modes: list[str], timeout_s: float, note: C
     # Processes of compilers may still write there.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         said = Path(folder) / "said"
+        said.touch()  # a process may end before it writes
         child = context.Process(target=_child, args=(theirs, Path(folder), make, modes))
         mode = _MAKING
         try:
