@@ -407,6 +407,12 @@ class TrainStep:
             return self._step, "plain"
         return Step(Loss(loss_fn, scheduled), optimizer, options, self._step.data_parallel), _EAGER_LOSS
 
+    def eager(self, *batch: Any) -> Any:
+        """Run a step as it is written, with nothing scheduled."""
+        with torch.set_grad_enabled(False):
+            self._step.zero_gradients()
+            return self._step.complete(*self._step.differentiate(batch))
+
     def plan(
         self, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None = None
     ) -> tuple[Program, Report]:
@@ -418,8 +424,8 @@ class TrainStep:
         """
         if self._whole is None:
             raise TraceError(f"{self._backward.name} is no one graph: {next(iter(self._eager_optimizer))}")
+        self.eager(*args)
         with torch.set_grad_enabled(False):
-            self._step.complete(*self._step.differentiate(args))
             return plan_step(self._whole, args, options, profile)
 
     @property

@@ -412,7 +412,7 @@ def _images_and_times(batch: int) -> tuple[Tensor, ...]:
 
 
 def _diffusion(models: Averaged, noise: Noise) -> tuple[Update, Sequence[Optimizer]]:
-    adam = AdamW(models.denoiser.parameters(), lr=1e-4)
+    adam = AdamW(models.denoiser.parameters(), lr=1e-4, fused=True)
 
     def update(images: Tensor, time: Tensor) -> tuple[Tensor, ...]:
         drawn, angle = noise(images), (time * (math.pi / 2))[:, None, None, None]

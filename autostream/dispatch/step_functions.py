@@ -70,7 +70,7 @@ class StepFunction:
             options,
             self._name,
             lambda: _owner_of(function),
-            self._run_eagerly,
+            self.eager,
             self.input_buffers,
             data_parallel,
             averages=True,
@@ -103,11 +103,11 @@ class StepFunction:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.disabled:
-            return self._run_eagerly(*args, **kwargs)
+            return self.eager(*args, **kwargs)
         if (done := self._graphs.replayed(args, kwargs)) is not None:
             return done.result
         if not all(stateless(o) <= known for o, known in zip(self._optimizers, self._stateless, strict=True)):
-            result = self._run_eagerly(*args, **kwargs)
+            result = self.eager(*args, **kwargs)
             self._stateless = [stateless(optimizer) for optimizer in self._optimizers]
             return result
         done_or_refusal = self._graphs(args, kwargs)
@@ -117,9 +117,10 @@ class StepFunction:
         if reason not in self._eager and len(self._eager) < _MOST_REASONS:
             log.warning("the step %s runs as it is written: %s", self._name, reason)
             self._eager[reason] = Decision("", "plain", reason)
-        return self._run_eagerly(*args, **kwargs)
+        return self.eager(*args, **kwargs)
 
-    def _run_eagerly(self, *args: Any, **kwargs: Any) -> Any:
+    def eager(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step as it is written."""
         parallel = self._data_parallel
         averaging = parallel.averaging(self._optimizers, self._averaged) if parallel else nullcontext()
         with torch.enable_grad(), averaging:
@@ -135,7 +136,7 @@ class StepFunction:
             TraceError: no graph computes the step.
         """
         with torch.set_grad_enabled(False):
-            self._run_eagerly(*args)
+            self.eager(*args)
             return plan_step(self._graphs, args, options, profile)
 
     @property

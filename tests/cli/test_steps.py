@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from autostream.cli import step_modes
 from autostream.cli.program import main
 
 SOURCE = """
+import random
+
 import autostream
 import torch
 from torch import nn
@@ -54,6 +57,24 @@ def branching():
         return loss
 
     return update, (torch.ones(16, 8),)
+
+
+def dropping():
+    model = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.5))
+    return autostream.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss()), (
+        torch.ones(16, 8),
+        torch.ones(16, 4),
+    )
+
+
+def silent():
+    update, batch = twins()
+    return autostream.step(optimizers=update._optimizers)(lambda x: None), batch
+
+
+def differing():
+    update, (x,) = twins()
+    return update, (x * random.random(),)
 """
 
 
@@ -85,11 +106,44 @@ def test_the_code_of_a_step_is_shown(target: str, capsys: pytest.CaptureFixture[
     assert "streams_wait" in code
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
+@pytest.mark.parametrize(
+    ("factory", "modes"),
+    [
+        ("twins", ["eager", "compile_default", "autostream"]),
+        ("trained", ["eager", "autostream"]),
+        ("dropping", ["eager", "autostream"]),
+    ],
+)
+def test_a_step_is_timed_in_all_modes(
+    factory: str, modes: list[str], target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autostream.runtime.clock.ROUND_US", 1.0)
+    assert main(["bench", f"{target}:{factory}", "--device", "cpu", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert {mode: cell.get("reason", "ok") for mode, cell in row["cells"].items()} == dict.fromkeys(modes, "ok")
+    assert all("call_us" in cell for cell in row["cells"].values())
+
+
+def test_a_step_that_computes_something_else_is_not_timed(
+    target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autostream.runtime.clock.ROUND_US", 1.0)
+    wrong = lambda step: lambda *batch: step(*batch) * 1.5  # noqa: E731
+    monkeypatch.setitem(step_modes.MODES, "autostream", wrong)  # type: ignore[arg-type]
+    assert main(["bench", f"{target}:trained", "--device", "cpu", "--json"]) == 1
+    cell = json.loads(capsys.readouterr().out)["cells"]["autostream"]
+    assert (cell["status"], "call_us" in cell) == ("wrong", False)
+
+
 @pytest.mark.parametrize(
     ("command", "factory", "said"),
     [
         (["schedule", "--device", "h200"], "branching", "if loss.item() > 3"),
-        (["bench"], "twins", "is a training step, and bench times models"),
+        (["bench", "--device", "cpu"], "silent", "the step returns no tensors that could be checked"),
+        (["bench", "--device", "cpu"], "differing", "make its models and its batch in the factory, each time anew"),
+        (["bench", "--device", "cpu", "--modes", "compile_default"], "trained", "there is no mode 'compile_default'"),
     ],
 )
 def test_what_a_command_cannot_do_is_said(
