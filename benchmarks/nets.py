@@ -177,6 +177,38 @@ class EncoderDecoder(nn.Module):
         return outputs.last_hidden_state  # type: ignore[no-any-return]
 
 
+class Denoiser(nn.Module):
+    """A denoiser of diffusers, whose outputs are tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, latents: Tensor, time: Tensor, condition: Tensor) -> Tensor:
+        """Latents (N, C, H, W) at times (N), and texts (N, length, width) or classes (N), to noise (N, C, H, W)."""
+        return self.model(latents, time, condition, return_dict=False)[0]  # type: ignore[no-any-return]
+
+
+class Guided(nn.Module):
+    """A denoiser with its prompt and without one: in one batch, or as two calls that may run side by side.
+
+    After Ho and Salimans, "Classifier-Free Diffusion Guidance" (2022).
+    """
+
+    def __init__(self, denoiser: nn.Module, *, one_batch: bool) -> None:
+        super().__init__()
+        self.denoiser, self.one_batch = denoiser, one_batch
+
+    def forward(self, latents: Tensor, time: Tensor, prompts: Tensor) -> Tensor:
+        """Latents (N, C, H, W), times (N) and prompts (N, 2, length, width), empty ones first, to noise."""
+        if self.one_batch:
+            twice = [torch.cat([x, x]) for x in (latents, time)]
+            without, noise = self.denoiser(*twice, prompts.transpose(0, 1).flatten(0, 1)).chunk(2)
+        else:
+            without, noise = (self.denoiser(latents, time, prompt) for prompt in prompts.unbind(1))
+        return without + 7.5 * (noise - without)  # type: ignore[no-any-return]
+
+
 class RandWire(nn.Module):
     """Xie et al., "Exploring Randomly Wired Neural Networks for Image Recognition" (2019), in the small regime.
 

@@ -22,7 +22,7 @@ class Row:
     """One row of a result: a workload with its settings.
 
     Attributes:
-        workload: a name from :data:`benchmarks.zoo.INFERENCE`, ``PARALLEL`` or ``SMALLEST``, or from
+        workload: a name from :data:`benchmarks.zoo.INFERENCE`, ``PARALLEL``, ``DIFFUSION`` or ``SMALLEST``, or from
             :data:`benchmarks.steps.STEPS`; with an optimizer, from ``TRAINING``.
         batch: samples.
         dtype: e.g. ``"float16"``.
@@ -67,7 +67,7 @@ def _comparison(row: Row, device: str) -> Comparison:
     if row.workload in steps.STEPS:
         make = partial(steps.prepare_step, steps.STEPS[row.workload], row.batch, place)
         return Training(make, dtype, partial(make, random=True))
-    workload = {**zoo.INFERENCE, **zoo.PARALLEL, **zoo.SMALLEST}[row.workload]
+    workload = {**zoo.INFERENCE, **zoo.PARALLEL, **zoo.DIFFUSION, **zoo.SMALLEST}[row.workload]
     comparison = Inference(zoo.prepare(workload, row.batch, place, dtype))
     comparison.require_checkable()
     return comparison
@@ -122,6 +122,12 @@ SUITES: Mapping[str, Suite] = {
         ),
         _QUICK,
         "cuda_graph",
+    ),
+    "diffusion": Suite(
+        "cuda",
+        tuple(Row(workload.name, workload.batches[0], "float16") for workload in zoo.DIFFUSION.values()),
+        ("cuda_graph", "compile_reduce_overhead", "compile_captured", "autostream"),
+        "compile_reduce_overhead",
     ),
     "cpu": Suite(
         "cpu",

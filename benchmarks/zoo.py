@@ -191,6 +191,19 @@ def _clicks(batch: int) -> Tensors:
     return *_visits(batch), torch.randint(2, (batch,))
 
 
+def _latents(batch: int) -> Tensors:
+    return torch.randn(batch, 4, 64, 64), torch.randint(1000, (batch,)), torch.randn(batch, 77, 768)
+
+
+def _latents_and_prompts(batch: int) -> Tensors:
+    latents, time, _ = _latents(batch)
+    return latents, time, torch.randn(batch, 2, 77, 768)
+
+
+def _latents_and_classes(batch: int) -> Tensors:
+    return torch.randn(batch, 4, 32, 32), torch.randint(1000, (batch,)), torch.randint(1000, (batch,))
+
+
 def _fields(batch: int) -> Tensors:
     """DeepFM bins dense features, so that all fields are categorical."""
     return (torch.randint(ROWS, (batch, DENSE + TABLES)),)
@@ -236,6 +249,21 @@ def _t5() -> nn.Module:
 def _clip() -> nn.Module:
     transformers = _transformers()
     return transformers.CLIPModel(transformers.CLIPConfig())  # type: ignore[no-any-return]
+
+
+def _diffusers() -> Any:
+    _torchvision()  # diffusers imports it too
+    return importlib.import_module("diffusers")
+
+
+def _unet() -> nn.Module:
+    """That of Stable Diffusion 1.5."""
+    return nets.Denoiser(_diffusers().UNet2DConditionModel(sample_size=64, cross_attention_dim=768))
+
+
+def _dit() -> nn.Module:
+    """DiT-XL/2 for images of 256 x 256."""
+    return nets.Denoiser(_diffusers().DiTTransformer2DModel(out_channels=8))
 
 
 def _dlrm() -> nn.Module:
@@ -327,6 +355,17 @@ PARALLEL: Mapping[str, Workload] = {
     )
 }
 """The products of :data:`INFERENCE` with ``autostream.Parallel``."""
+
+DIFFUSION: Mapping[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload("unet", _unet, _latents, (2,)),
+        Workload("dit", _dit, _latents_and_classes, (2,)),
+        Workload("guided_batch", lambda: nets.Guided(_unet(), one_batch=True), _latents_and_prompts),
+        Workload("guided_sides", lambda: nets.Guided(_unet(), one_batch=False), _latents_and_prompts),
+    )
+}
+"""Denoising steps by name, which need diffusers."""
 
 SMALLEST: Mapping[str, Workload] = {"linear": Workload("linear", lambda: nn.Linear(1024, 1024), _normal(1024))}
 """One op: its time is the overhead of a call."""

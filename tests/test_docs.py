@@ -60,6 +60,7 @@ def test_other_code_runs() -> None:
     given |= {"model": model.eval(), "loader": batches}
     given |= {name: nn.Linear(8, 8) for name in ("block1", "block2", "head")}
     given |= {"x": torch.ones(1, 8), "optimizer": optimizer, "tagger": lambda tokens, mask: tokens * mask}
+    given["unet"] = lambda latents, time, text, return_dict: (latents * time[:, None, None, None] + text.mean(),)
     given["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
     found = [block for page in PAGES for block in blocks(page, "python") if ">>>" not in block]
     assert len(found) >= 2

@@ -167,18 +167,21 @@ def _identity(builder: Any, guard: Any) -> None:
 def compare_identities(graph_output: Any, scope: dict[str, Any], is_argument: Callable[[Any], bool]) -> None:
     """Replace each guard that two sources are one object by guards of the identity of both, unless one is an argument.
 
-    Dynamo evaluates such guards as Python code in each call. The others are checked in C++, and can be skipped.
+    Dynamo evaluates such guards as Python code in each call. The others are checked in C++, and can be skipped. Where
+    it does not guard how it reached a source, in its own polyfills, there is no such guard either.
 
     Args:
         graph_output: Dynamo's ``GraphCaptureOutput``.
         scope: the locals of what was traced.
         is_argument: whether a source is an argument of the call, or lies in one.
     """
+    from torch._dynamo.source import is_from_skip_guard_source
+
     guards = graph_output.output_graph.guards
     for guard in [*guards.inner]:
         other = getattr(guard.create_fn, "keywords", {}).get("source_b")
         sources = [guard.originating_source, other]
-        if other is None or any(map(is_argument, sources)):
+        if other is None or any(map(is_argument, sources)) or any(map(is_from_skip_guard_source, sources)):
             continue
         if not isinstance(value_of(other, scope, graph_output.f_globals), dict):  # guards of those take no others
             guards.inner.discard(guard)

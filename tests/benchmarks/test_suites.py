@@ -28,7 +28,9 @@ def test_a_suite_names_what_exists_and_each_thing_once(name: str) -> None:
     assert {*suite.modes} <= {*suite.known}
     assert suite.baseline in suite.modes
     for row in suite.rows:
-        assert row.workload in (zoo.TRAINING if training else {**zoo.INFERENCE, **zoo.PARALLEL, **STEPS})
+        assert row.workload in (
+            zoo.TRAINING if training else {**zoo.INFERENCE, **zoo.PARALLEL, **zoo.DIFFUSION, **STEPS}
+        )
         assert row.optimizer in (zoo.OPTIMIZERS if training else ("",))
         assert isinstance(getattr(torch, row.dtype), torch.dtype)
 

@@ -10,7 +10,17 @@ from torch import Tensor, nn
 
 from benchmarks.harness.inference import Subject
 from benchmarks.harness.training import TrainingSubject
-from benchmarks.zoo import INFERENCE, OPTIMIZERS, TRAINING, TrainingWorkload, Workload, prepare, prepare_training
+from benchmarks.nets import Guided
+from benchmarks.zoo import (
+    DIFFUSION,
+    INFERENCE,
+    OPTIMIZERS,
+    TRAINING,
+    TrainingWorkload,
+    Workload,
+    prepare,
+    prepare_training,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
 
@@ -71,6 +81,22 @@ def test_an_inference_workload_passes_its_own_checks(name: str) -> None:
     subject = prepare(INFERENCE[name], 1, CPU, torch.float32)
     assert not subject.model.training
     assert {tensor.device for tensor in all_tensors(subject)} == {CPU}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DIFFUSION)
+def test_a_denoising_step_passes_its_own_checks(name: str) -> None:
+    prepare(DIFFUSION[name], 1, CPU, torch.float32)
+
+
+def test_guidance_is_the_same_in_one_batch_and_side_by_side() -> None:
+    class Denoiser(nn.Module):
+        def forward(self, latents: Tensor, time: Tensor, prompt: Tensor) -> Tensor:
+            return latents * time[:, None] + prompt
+
+    args = torch.randn(3, 5), torch.randn(3), torch.randn(3, 2, 5)
+    one, two = (Guided(Denoiser(), one_batch=one_batch)(*args) for one_batch in (True, False))
+    torch.testing.assert_close(one, two)
 
 
 @pytest.mark.parametrize("name", TRAINING)
