@@ -116,7 +116,7 @@ def _spread_out(report: Report, numbers: Summary, parts: Breakdown | None) -> It
     most = max((candidate.schedule.streams for candidate in report.candidates), default=1)
     streams = min(numbers.width, MAX_STREAMS)
     used = report.chosen.schedule.streams if report.chosen else 1
-    if parts and parts.share(Cause.TURNS) > _LARGE and used == most < streams:
+    if parts and parts.share(Cause.BUSY) > _LARGE and used == most < streams:
         yield f"streams={streams}: ops wait for their turn on {used}, and up to {numbers.width} are independent"
 
 

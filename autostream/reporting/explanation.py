@@ -313,7 +313,7 @@ def _whys(report: Report, explained: Candidate, chain: Chain, numbers: Summary) 
     in_line = f"{count(len(chain.ops), 'op')} in line take" if len(chain.ops) > 1 else "the longest op takes"
     yield Cause.CHAIN, f"{in_line} {us(chain.us)}{gaps}"
     beside = f"{count(schedule.streams, 'stream')}, and up to {numbers.width} ops are independent"
-    yield Cause.TURNS, f"ops wait until their stream is free: {beside}"
+    yield Cause.BUSY, f"ops wait until their stream is free: {beside}"
     edge_us = wait_us(report.profile, schedule.streams)
     short = [name for name in ops if costs[name].duration_us < edge_us]
     shorter = f"; {len(short)} of {count(len(ops), 'op')} are shorter than one ({few(short)})" if short else ""

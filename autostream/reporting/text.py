@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 _MODES = {
     "plain": "the plain model",
     "one stream": "one op after another, uncaptured,",
-    "graph breaks": "pieces between graph breaks",
+    "graph breaks": "parts between graph breaks",
     "sections": "CUDA graphs, and between them the ops that none can hold",
     "forward and backward": "a forward and a backward, each scheduled for itself",
-    "not run yet": "nothing yet: the first call makes the pieces, or raises the model's own error",
+    "not run yet": "nothing yet: the first call makes the parts, or raises the model's own error",
     "streams": "ops on CUDA streams, uncaptured,",
     "threads": "CPU threads,",
     "cuda graph": "CUDA graph",
@@ -83,7 +83,7 @@ def answers(report: Report, selection: Selection = EVERYTHING) -> str:
     numbers, explanation = _derived(report)
     parts = (
         _summary(report, numbers, explanation),
-        _pieces(report),
+        _split_parts(report),
         *_answers(report, explanation, selected(report, numbers, selection)),
         *(f"{_name(part, number)}\n{answers(part, selection)}" for number, part in enumerate(report.parts)),
     )
@@ -106,7 +106,7 @@ def render(report: Report, selection: Selection = EVERYTHING) -> str:
         shown = selected(report, numbers, replace(selection, ops=_REASONS))
     parts = (
         _summary(report, numbers, explanation),
-        _pieces(report),
+        _split_parts(report),
         *_answers(report, explanation, shown),
         _candidates(report),
         ops_table(report, numbers, selection),
@@ -188,25 +188,25 @@ def _lines(report: Report, numbers: Summary | None, explanation: Explanation | N
         yield "with", ", ".join(f"{package} {version}" for package, version in report.versions.items())
 
 
-def _pieces(report: Report) -> str:
+def _split_parts(report: Report) -> str:
     """The parts of a model that was split."""
-    pieces = [part for part in report.parts if not part.half]
-    if not pieces:
+    parts = [part for part in report.parts if not part.half]
+    if not parts:
         return ""
-    several = len({device for piece in pieces for device in devices(piece)}) > 1
+    several = len({device for part in parts for device in devices(part)}) > 1
     rows = []
-    for number, piece in enumerate(pieces):
-        took, ops = time_us(piece), len(piece.graph.ops) if piece.graph else None
+    for number, part in enumerate(parts):
+        took, ops = time_us(part), len(part.graph.ops) if part.graph else None
         numbers = ["" if took is None else f"{took:,.1f}", "" if ops is None else f"{ops:,}"]
-        runs_as = _MODES.get(piece.mode, piece.mode).rstrip(",")
-        where = [" and ".join(devices(piece))] if several else []
-        rows.append([str(number), *numbers, *where, runs_as, line(piece.ended) or "the model returns"])
+        runs_as = _MODES.get(part.mode, part.mode).rstrip(",")
+        where = [" and ".join(devices(part))] if several else []
+        rows.append([str(number), *numbers, *where, runs_as, line(part.ended) or "the model returns"])
     on = ["on"] if several else []
-    return table("Pieces", ("piece", "µs", "ops", *on, "runs as", "ends because"), rows, right="piece µs ops")
+    return table("Parts", ("part", "µs", "ops", *on, "runs as", "ends because"), rows, right="part µs ops")
 
 
 def _name(part: Report, number: int) -> str:
-    return part.half.capitalize() or f"Piece {number}"
+    return part.half.capitalize() or f"Part {number}"
 
 
 def _halves(report: Report) -> Iterator[tuple[str, str]]:
@@ -229,7 +229,7 @@ def _captured(report: Report) -> Iterator[tuple[str, str]]:
     share = captured_share(report)
     if share is not None:
         rest = "what no graph holds as predicted" if report.mode in _CUT else "what runs between them is not timed"
-        yield "captured", f"{share:.0%} of the time of its pieces, each run once; {rest}"
+        yield "captured", f"{share:.0%} of the time of its parts, each run once; {rest}"
 
 
 def _answers(report: Report, explanation: Explanation | None, shown: frozenset[str]) -> Iterator[str]:
@@ -369,7 +369,7 @@ LESS_WORKSPACE = "; CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8 in the environment make
 """The workspace of GPUs before Hopper. PyTorch reads the variable once, before the first matrix product."""
 
 
-_PIECES = 2 * 2**20, 20 * 2**20
+_SEGMENTS = 2 * 2**20, 20 * 2**20
 """Segments that PyTorch's allocator takes from a GPU: for blocks up to 1 MiB, and up to 10 MiB."""
 
 
@@ -382,8 +382,8 @@ def _memory(memory: Memory, streams: int, hopper: bool) -> Iterator[str]:
         each = f"{who} takes {size(memory.workspace_bytes // streams)} for each stream that it is used on"
         most = f"{size(memory.workspace_bytes)} at most{LESS_WORKSPACE if hopper else ''}"
         yield f"workspaces come on top, and no budget counts them: {each}, {most}"
-        pieces = " or ".join(map(size, _PIECES))
-        yield f"so do the parts of pieces that nothing uses: for each stream, PyTorch takes {pieces} at a time"
+        segments = " or ".join(map(size, _SEGMENTS))
+        yield f"so does what nothing uses of a segment: for each stream, PyTorch takes {segments} at a time"
 
 
 def _cost_of_budget(best: KeptOut) -> str:

@@ -5,7 +5,7 @@ difference between two simulations is the cost of one cause, so the costs add up
 
     predicted ─▶ launches cost ─▶ no contention ─▶ no contention for ─▶ waits as cheap ─▶ as soon as the ─▶ K streams,
                  nothing          for bandwidth    multiprocessors      as gaps           data allow        always busy
-             LAUNCHES        BANDWIDTH      MULTIPROCESSORS         WAITS             TURNS            CHAIN
+             LAUNCHES        BANDWIDTH      MULTIPROCESSORS         WAITS             BUSY             CHAIN
 
 Time that two causes share counts for the one that is removed first. Gaps between the kernels of a stream are no cause,
 since one stream has them as well.
@@ -28,7 +28,7 @@ class Cause(Enum):
     """Why a schedule takes longer than it might."""
 
     CHAIN = "chain of data"
-    TURNS = "turns on the streams"
+    BUSY = "streams are busy"
     WAITS = "waits between streams"
     MULTIPROCESSORS = "ops that fill the device"
     BANDWIDTH = "memory bandwidth"
@@ -110,7 +110,7 @@ def break_down(
     ]
     # Without a cause, other ops may run at the same time and slow each other down: a time may even be longer.
     falling = [*accumulate(levels, min)]
-    causes = (Cause.LAUNCHES, Cause.BANDWIDTH, Cause.MULTIPROCESSORS, Cause.WAITS, Cause.TURNS, Cause.CHAIN)
+    causes = (Cause.LAUNCHES, Cause.BANDWIDTH, Cause.MULTIPROCESSORS, Cause.WAITS, Cause.BUSY, Cause.CHAIN)
     saved = {cause: before - after for cause, (before, after) in zip(causes, pairwise(falling), strict=True)}
     overhead_us = replay_us(profile, captured)
     return Breakdown(overhead_us + levels[0], overhead_us + falling[-1], {cause: saved[cause] for cause in Cause})

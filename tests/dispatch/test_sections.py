@@ -110,7 +110,7 @@ def test_the_report_lists_the_parts_and_why_each_ends(monkeypatch: pytest.Monkey
     assert report.parts[1].chosen.measured_us is None
     text = render(report)
     assert "runs as      CUDA graphs, and between them the ops that none can hold" in text
-    assert "Piece 2\n" in text
+    assert "Part 2\n" in text
     assert [part["ended"] for part in json.loads(report.to_json())["parts"]] == [number, follows, returns]
     assert "CUDA graphs, and between them" in report.to_html()
     lowered = fast.lowered(t(4, 4))

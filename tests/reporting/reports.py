@@ -82,7 +82,7 @@ SPLIT = Report(
         replace(REPORT, model="GraphModule", chosen=replace(UNCAPTURED, measured_us=7.0), mode="one stream"),
     ),
 )
-"""Of 21 µs that its pieces take, those of the first lie in a CUDA graph: 14."""
+"""Of 21 µs that its parts take, those of the first lie in a CUDA graph: 14."""
 
 
 def with_source(graph: OpGraph, name: str, source: str) -> OpGraph:

@@ -32,7 +32,7 @@ def test_a_value_without_a_form_is_told_rather_than_lost() -> None:
 
 
 def test_pieces_of_a_split_model_are_dumped_as_reports() -> None:
-    piece = Report("GraphModule", "s", "one stream")
-    dumped = dump(Report("Net", "s", "graph breaks", parts=(piece,)))
-    assert dumped["parts"] == [dump(piece)]
+    part = Report("GraphModule", "s", "one stream")
+    dumped = dump(Report("Net", "s", "graph breaks", parts=(part,)))
+    assert dumped["parts"] == [dump(part)]
     assert dumped["parts"][0]["schema"] == dumped["schema"]

@@ -1,4 +1,4 @@
-"""What is known of the pieces of a model that was split."""
+"""What is known of the parts of a model that was split."""
 
 from __future__ import annotations
 

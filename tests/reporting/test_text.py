@@ -95,7 +95,7 @@ def test_what_is_allocated_is_told_beside_one_stream_and_workspaces() -> None:
         "4.5 MB at most, 1.45× one stream (3.1 MB), weights and inputs not included",
         "workspaces come on top, and no budget counts them: on Hopper, cuBLAS takes 33.6 MB for each stream that it is "
         "used on, 67.1 MB at most; CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8 in the environment makes that a quarter",
-        "so do the parts of pieces that nothing uses: for each stream, PyTorch takes 2.1 MB or 21.0 MB at a time",
+        "so does what nothing uses of a segment: for each stream, PyTorch takes 2.1 MB or 21.0 MB at a time",
     ]
     on_cpu = replace(REPORT, graph=replace(DIAMOND, device="cpu"))
     assert values(summary(on_cpu))["memory"] == [
@@ -142,7 +142,7 @@ def test_text_from_the_model_cannot_break_the_page() -> None:
 
 
 def test_forward_and_backward_are_named_each_with_what_it_is() -> None:
-    """And are no pieces, which have numbers and ends."""
+    """And are no parts, which have numbers and ends."""
     forward = replace(REPORT, half="forward")
     backward = replace(
         REPORT, model="NetBackward", half="backward", chosen=replace(GRAPHED, measured_us=None), candidates=(GRAPHED,)
@@ -156,13 +156,13 @@ def test_forward_and_backward_are_named_each_with_what_it_is() -> None:
         "runs as": ["a forward and a backward, each scheduled for itself"],
         "forward": ["14.0 µs, 5 ops: CUDA graph over 2 streams (critical_path)"],
         "backward": ["19.5 µs, as predicted, 5 ops: CUDA graph on 1 stream (sequential)"],
-        "captured": ["100% of the time of its pieces, each run once; what runs between them is not timed"],
+        "captured": ["100% of the time of its parts, each run once; what runs between them is not timed"],
     }
     for tell in (answers, render):
         text = tell(whole)
         assert [line for line in text.splitlines() if line in ("Forward", "Backward")] == ["Forward", "Backward"]
         assert text.partition("\n\nForward\n")[2] == f"{tell(forward)}\n\nBackward\n{tell(backward)}"
-        assert "Piece" not in text
+        assert "Part" not in text
     plain = replace(PLAIN, half="backward")
     assert values(summary(replace(whole, parts=(forward, plain))))["backward"] == ["the plain model"]
 
@@ -178,11 +178,11 @@ def test_each_piece_is_listed_with_its_end_and_how_much_of_them_is_captured() ->
     whole = Report("Net", "3:float32 on cuda:0", "graph breaks", parts=(*parts, Report("GraphModule", "s", "plain")))
     said = summary(whole)
     assert values(said)["captured"] == [
-        "75% of the time of its pieces, each run once; what runs between them is not timed"
+        "75% of the time of its parts, each run once; what runs between them is not timed"
     ]
-    _, _, table = render(whole).partition("Pieces\n")
+    _, _, table = render(whole).partition("Parts\n")
     head, _, *rows = table.split("\n\n")[0].splitlines()
-    assert head.split() == ["piece", "µs", "ops", "runs", "as", "ends", "because"]
+    assert head.split() == ["part", "µs", "ops", "runs", "as", "ends", "because"]
     assert [re.split(r"  +", row.strip()) for row in rows] == [
         ["0", "30.0", "5", "CUDA graph", ended],
         ["1", "10.0", "5", "ops on CUDA streams, uncaptured", "the model returns"],

@@ -57,7 +57,7 @@ THREE_STREAMS = profile_with(fork_us=1.0, join_us=1.0, per_stream_us=2.0)
         pytest.param(THREE, ASIDE, {}, THREE_STREAMS, 16.0, 10.0, {Cause.WAITS: 6.0}, id="waits of three streams"),
         pytest.param(BRANCHES, BRANCHED, {"durations": SHORT}, FREE, 12.0, 9.0, {Cause.CHAIN: 3.0}, id="a chain"),
         pytest.param(
-            THREE, IN_TURN, {}, FREE, 20.0, 15.0, {Cause.TURNS: 5.0}, id="c could run beside a, but is after it"
+            THREE, IN_TURN, {}, FREE, 20.0, 15.0, {Cause.BUSY: 5.0}, id="c could run beside a, but is after it"
         ),
         pytest.param(PAIR, PARALLEL, {}, profile_with(replay_us=3.0), 13.0, 13.0, {}, id="the overhead of a replay"),
     ],

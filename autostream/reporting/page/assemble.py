@@ -59,7 +59,7 @@ def _data(report: Report, dumped: dict[str, Any]) -> dict[str, Any]:
         "report": _shown(dumped),
         "trace": [_lean(event) for event in events(report)],
         "places": places(report.graph) if report.graph else {},
-        "pieces": [_data(*part) for part in zip(report.parts, dumped["parts"], strict=True)],
+        "parts": [_data(*part) for part in zip(report.parts, dumped["parts"], strict=True)],
     }
 
 

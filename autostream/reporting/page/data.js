@@ -1,17 +1,17 @@
 "use strict";
 
-/** From the whole model down to the part that is shown: the address chooses one as ?piece=2 or 2.0. */
+/** From the whole model down to the part that is shown: the address chooses one as ?part=2 or 2.0. */
 const way = [JSON.parse(document.getElementById("data").textContent)];
-const numbers = []; // of the pieces on the way
-for (const number of (new URLSearchParams(location.search).get("piece") ?? "").split(".").filter(Boolean).map(Number)) {
-  const piece = way.at(-1).pieces[number];
-  if (!piece) break; // what is not there is not shown
-  way.push(piece);
+const numbers = []; // of the parts on the way
+for (const number of (new URLSearchParams(location.search).get("part") ?? "").split(".").filter(Boolean).map(Number)) {
+  const part = way.at(-1).parts[number];
+  if (!part) break; // what is not there is not shown
+  way.push(part);
   numbers.push(number);
 }
 
 /** The data of the page, from its JSON: the report, its trace events, coordinates of ops, and its parts. */
-const { report, trace, places, pieces } = way.at(-1);
+const { report, trace, places, parts } = way.at(-1);
 const scheduled = Boolean(report.chosen && report.graph && report.summary && trace.length);
 
 const critical = new Set(scheduled ? report.summary.critical_path.ops : []);

@@ -18,7 +18,7 @@ function showDetails(op) {
 
 showWay();
 showSummary();
-showPieces();
+showParts();
 showEnvironment();
 if (scheduled) {
   showTimeline();

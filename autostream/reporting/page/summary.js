@@ -2,7 +2,7 @@
 
 const MODES = {
   plain: "the plain model", "one stream": "one op after another, uncaptured", streams: "ops on CUDA streams, uncaptured",
-  threads: "CPU threads", "cuda graph": "a CUDA graph", "graph breaks": "pieces between graph breaks",
+  threads: "CPU threads", "cuda graph": "a CUDA graph", "graph breaks": "parts between graph breaks",
   sections: "CUDA graphs, and between them the ops that none can hold",
   "forward and backward": "a forward and a backward, each scheduled for itself",
   "dry run": "nothing: this is a dry run", "not run yet": "nothing yet",
@@ -18,7 +18,7 @@ function facts() {
   const found = [["runs as", MODES[report.mode] ?? report.mode]];
   if (report.captured_share !== null) {
     const rest = report.mode === "sections" ? "what no graph holds as predicted" : "what runs between them is not timed";
-    found.push(["captured", `${share(report.captured_share)} of the time of its pieces, each run once; ${rest}`]);
+    found.push(["captured", `${share(report.captured_share)} of the time of its parts, each run once; ${rest}`]);
   }
   if (report.ended) found.push(["ends because", report.ended]);
   const { chosen, explanation, summary } = report;
@@ -61,7 +61,7 @@ function meterOf(part) {
 }
 
 function showSummary() {
-  const name = [way[0].report.model, ...(numbers.length ? [report.half || `piece ${numbers.join(".")}`] : [])].join(", ");
+  const name = [way[0].report.model, ...(numbers.length ? [report.half || `part ${numbers.join(".")}`] : [])].join(", ");
   document.title = `${name} – autostream report`;
   get("model").textContent = name;
   get("signature").textContent = report.signature;
@@ -90,37 +90,37 @@ function showSummary() {
 }
 
 /** A link to a part by its path of numbers; an empty path is the whole model. */
-const linkTo = (place, said) => make("a", { href: place.length ? `?piece=${place.join(".")}` : "?" }, said);
+const linkTo = (place, said) => make("a", { href: place.length ? `?part=${place.join(".")}` : "?" }, said);
 
 /** Links of a part to its parents and siblings. */
 function showWay() {
   if (!numbers.length) return;
   const above = numbers.slice(0, -1), number = numbers.at(-1);
-  const beside = [number - 1, number + 1].filter((other) => way.at(-2).pieces[other]).map((other) => [...above, other]);
+  const beside = [number - 1, number + 1].filter((other) => way.at(-2).parts[other]).map((other) => [...above, other]);
   get("beside").hidden = false;
   get("beside").append(
-    linkTo(above, above.length ? `All of piece ${above.join(".")}` : `All of ${way[0].report.model}`),
-    ...beside.map((place) => linkTo(place, way.at(-2).pieces[place.at(-1)].report.half || `Piece ${place.join(".")}`)));
+    linkTo(above, above.length ? `All of part ${above.join(".")}` : `All of ${way[0].report.model}`),
+    ...beside.map((place) => linkTo(place, way.at(-2).parts[place.at(-1)].report.half || `Part ${place.join(".")}`)));
 }
 
 /** The parts of a model: why each ends, how it runs and how long; or forward and backward. */
-function showPieces() {
-  if (!pieces.length) return;
+function showParts() {
+  if (!parts.length) return;
   const halves = report.mode === "forward and backward";
-  const columns = [...(halves ? [["half"]] : [["piece", "number"], ["ends because", "wrap"]]), ["runs as", "wrap"], ["ops", "number"], ["measured µs", "number"], ["predicted µs", "number minor"], ["share", "minor"]];
+  const columns = [...(halves ? [["half"]] : [["part", "number"], ["ends because", "wrap"]]), ["runs as", "wrap"], ["ops", "number"], ["measured µs", "number"], ["predicted µs", "number minor"], ["share", "minor"]];
   const time = ({ report: { chosen } }) => chosen?.measured_us ?? chosen?.predicted_us ?? 0;
-  const total = pieces.reduce((sum, piece) => sum + time(piece), 0);
-  const rows = pieces.map((piece, number) => {
-    const { chosen, graph, mode, refusals, ended, half } = piece.report;
+  const total = parts.reduce((sum, part) => sum + time(part), 0);
+  const rows = parts.map((part, number) => {
+    const { chosen, graph, mode, refusals, ended, half } = part.report;
     const place = [...numbers, number];
     const why = mode === "plain" && refusals.length ? `: ${refusals[0].reason}` : "";
     return [
       linkTo(place, half || place.join(".")), ...(halves ? [] : [ended || "the model returns"]), `${MODES[mode] ?? mode}${why}`, graph ? String(Object.keys(graph.ops).length) : "",
-      fixed(chosen?.measured_us ?? NaN), fixed(chosen?.predicted_us ?? NaN), chosen && total ? meterOf(time(piece) / total) : "",
+      fixed(chosen?.measured_us ?? NaN), fixed(chosen?.predicted_us ?? NaN), chosen && total ? meterOf(time(part) / total) : "",
     ];
   });
-  get("pieces").append(
-    make("h3", {}, halves ? "Forward and backward" : "Pieces"),
+  get("parts").append(
+    make("h3", {}, halves ? "Forward and backward" : "Parts"),
     make("p", { className: "hint" }, "Each is scheduled for itself: its name leads to its timeline, graph and ops. Shares are of the time of all, each run once, as measured, or else as predicted."),
     make("div", { className: "scroll" }, tableOf(columns, rows)));
 }

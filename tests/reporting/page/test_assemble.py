@@ -56,12 +56,12 @@ class Parts(HTMLParser):
 def test_all_that_views_need_is_within() -> None:
     parts = Parts(render(REPORT))
     data = parts.data["data"]
-    assert data.keys() == {"report", "trace", "places", "pieces"}
+    assert data.keys() == {"report", "trace", "places", "parts"}
     assert [(e["ph"], e["name"], e["ts"], e.get("dur")) for e in data["trace"]] == [
         (e["ph"], e["name"], e["ts"], e.get("dur")) for e in events(REPORT)
     ]
     assert data["places"].keys() == set("abcde")
-    assert data["pieces"] == []
+    assert data["parts"] == []
     shown, whole = data["report"], json.loads(REPORT.to_json())
     for key in ("model", "signature", "summary", "explanation", "costs", "refusals", "versions", "profile"):
         assert shown[key] == whole[key], key
@@ -73,9 +73,9 @@ def test_all_that_views_need_is_within() -> None:
 
 def test_what_views_need_of_a_piece_is_there_once_and_pieces_have_pieces() -> None:
     data = Parts(render(replace(SPLIT, parts=(SPLIT,)))).data["data"]
-    (split,) = data["pieces"]
-    assert split["pieces"][0] | {"report": None} == Parts(render(REPORT)).data["data"] | {"report": None}
-    assert [piece["report"]["ended"] for piece in split["pieces"]] == [part.ended for part in SPLIT.parts]
+    (split,) = data["parts"]
+    assert split["parts"][0] | {"report": None} == Parts(render(REPORT)).data["data"] | {"report": None}
+    assert [part["report"]["ended"] for part in split["parts"]] == [part.ended for part in SPLIT.parts]
     assert [data["report"]["parts"], split["report"]["parts"]] == [None, None]
 
 

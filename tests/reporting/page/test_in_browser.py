@@ -67,10 +67,10 @@ def test_hostile_names_are_text(visit: Visit, tmp_path: Path) -> None:
 
 
 def test_pieces_are_told_of_and_each_is_looked_at_by_itself(visit: Visit, tmp_path: Path) -> None:
-    """14 of 21 µs are the first piece's, and captured; the second runs as it is, and nobody knows how long."""
+    """14 of 21 µs are the first part's, and captured; the second runs as it is, and nobody knows how long."""
     visit.open(render(SPLIT), tmp_path / "split.html")
-    assert "67 % of the time of its pieces" in visit.text("#facts")
-    assert [row.inner_text().split("\t") for row in visit.page.locator("#pieces tbody tr").all()] == [
+    assert "67 % of the time of its parts" in visit.text("#facts")
+    assert [row.inner_text().split("\t") for row in visit.page.locator("#parts tbody tr").all()] == [
         ["0", 'a print (net.py:9: print("here"))', "a CUDA graph", "5", "14.0", "13.0", " 67 %"],
         [
             "1",
@@ -81,12 +81,12 @@ def test_pieces_are_told_of_and_each_is_looked_at_by_itself(visit: Visit, tmp_pa
         ["2", "the model returns", "one op after another, uncaptured", "5", "7.0", "26.0", " 33 %"],
     ]
     visit.page.get_by_role("link", name="2", exact=True).press("Enter")
-    assert visit.text("#model") == "Net, piece 2"
+    assert visit.text("#model") == "Net, part 2"
     assert visit.drawn("#lanes") > 5
     assert visit.column(1)[-1] == "4"
-    beside = visit.page.get_by_role("navigation", name="Pieces")
-    assert beside.get_by_role("link").all_inner_texts() == ["All of Net", "Piece 1"]
-    beside.get_by_role("link", name="Piece 1").click()
+    beside = visit.page.get_by_role("navigation", name="Parts")
+    assert beside.get_by_role("link").all_inner_texts() == ["All of Net", "Part 1"]
+    beside.get_by_role("link", name="Part 1").click()
     assert "a branch depends on the value of a tensor" in visit.text("#facts")
     assert not visit.page.locator("#lanes").is_visible()
     beside.get_by_role("link", name="All of Net").click()
