@@ -412,7 +412,7 @@ def _images_and_times(batch: int) -> tuple[Tensor, ...]:
 
 
 def _diffusion(models: Averaged, noise: Noise) -> tuple[Update, Sequence[Optimizer]]:
-    adam = AdamW(models.denoiser.parameters(), lr=1e-4, fused=True)
+    adam = AdamW(models.denoiser.parameters(), lr=1e-3, fused=True)
 
     def update(images: Tensor, time: Tensor) -> tuple[Tensor, ...]:
         drawn, angle = noise(images), (time * (math.pi / 2))[:, None, None, None]
@@ -422,7 +422,7 @@ def _diffusion(models: Averaged, noise: Noise) -> tuple[Update, Sequence[Optimiz
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(models.denoiser.parameters(), 1.0)
         adam.step()
-        _follow(models.average, models.denoiser, 1e-3)
+        _follow(models.average, models.denoiser, 0.05)
         adam.zero_grad()
         return (loss.detach(),)
 
