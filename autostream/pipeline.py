@@ -27,7 +27,7 @@ from autostream.frontend.trace import trace
 from autostream.frontend.tree import flatten
 from autostream.fusion.cache import fused_here
 from autostream.fusion.inductor import obstacle
-from autostream.ir import Candidate, Decision, DeviceProfile, OpGraph, Program
+from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph, Program
 from autostream.options import Options
 from autostream.reporting.report import Report
 from autostream.runtime.lower import lower
@@ -35,6 +35,7 @@ from autostream.scheduling.cut import cut
 from autostream.scheduling.peak import given_bytes
 from autostream.scheduling.simulate import simulate
 from autostream.store import Notes
+from autostream.tuning.agreement import ALONE, Peers, agree_on
 from autostream.tuning.budget import exemption
 from autostream.tuning.candidates import Priced, best_of, candidates_for
 from autostream.utils import collector
@@ -51,8 +52,11 @@ def price_program(
     stopwatch: Stopwatch,
     profile: DeviceProfile | None = None,
     tensors: Sequence[Tensor] | None = None,
+    peers: Peers = ALONE,
 ) -> Priced:
     """Analyze a program and price its ops.
+
+    The first of several processes prices them for all, once these have agreed on their collectives.
 
     Args:
         program: the traced model.
@@ -60,28 +64,33 @@ def price_program(
         stopwatch: measures the time of the stages.
         profile: of the device to plan for; by default the program's device.
         tensors: the program's arguments, for measured costs; without them, costs are estimated.
+        peers: the processes that take part in its collectives.
+
+    Raises:
+        GroupError: one of them has other collectives, or is gone.
     """
     with stopwatch("analyze"), collector.paused():
         graph = analyze(program)
-    notes: Notes = ()
-    with stopwatch("price"):
-        if profile is None:
-            profile, notes = profile_here(program.device)
+
+    def priced() -> tuple[DeviceProfile, Costs, Notes]:
+        known, notes = (profile, ()) if profile else profile_here(program.device)
         if tensors is None or not _measures(options, graph):
             with collector.paused():
-                costs = price(graph, profile)
-        else:
-            budget_s = min(MEASURE_SHARE * options.tuning_seconds, stopwatch.left(options))
-            costs, faults = costs_here(program, graph, profile, tensors, budget_s)
-            notes = (*notes, *faults)
+                return known, price(graph, known), notes
+        budget_s = min(MEASURE_SHARE * options.tuning_seconds, stopwatch.left(options))
+        costs, faults = costs_here(program, graph, known, tensors, budget_s)
+        return known, costs, (*notes, *faults)
+
+    if peers.group:
+        agree_on(graph, graph.ops)
+    with stopwatch("price"):
+        known, costs, notes = peers.first("what its ops cost", priced, tuple[DeviceProfile, Costs, Notes])
     refusals = () if graph.device == "cpu" else capture_refusals(graph)
-    return Priced(graph, profile, costs, refusals, tuple(dict.fromkeys(notes)))
+    return Priced(graph, known, costs, refusals, tuple(dict.fromkeys(notes)))
 
 
 def _measures(options: Options, graph: OpGraph) -> bool:
-    """Whether ops are timed: not beside collectives, since all processes have to make the same schedule."""
-    if graph.collectives:
-        return False
+    """Whether ops are timed."""
     return options.costs == "measured" or (options.costs == "auto" and graph.device != "cpu")
 
 

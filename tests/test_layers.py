@@ -124,6 +124,7 @@ ONLY_IN = [
             "frontend.dropouts",
             "frontend.steps",
             "dispatch.children",
+            "fusion.collectives",
             "fusion.inductor",
             "fusion.kernel_graph",
             "fusion.kernel_json",
@@ -136,12 +137,12 @@ ONLY_IN = [
         r"\bfx\.Graph\(|\.GraphModule\(",
         {
             *("dispatch.compiled_graph", "runtime.cutting", "runtime.lower", "dispatch.children"),
-            "fusion.kernel_json",
+            *("fusion.collectives", "fusion.kernel_json"),
         },
     ),
     (
         r"\.(create_node|node_copy)\(",
-        {"dispatch.compiled_graph", "runtime.cutting", "runtime.lower"},
+        {"dispatch.compiled_graph", "fusion.collectives", "runtime.cutting", "runtime.lower"},
     ),
     # a stream that others are handed as well must not be captured
     (r"torch\.cuda\.(Stream\(|ExternalStream\()", {"runtime.streams"}),
@@ -174,7 +175,7 @@ ONLY_IN = [
         r"\bjson\.loads?\(",
         {
             *("cli.compare", "costs.records", "runtime.measured_timeline"),
-            *("fusion.cache", "fusion.kernel_json", "tuning.choices"),
+            *("fusion.cache", "fusion.kernel_json", "tuning.agreement", "tuning.choices"),
         },
     ),
     (r"os\.(environ|getenv)", {"options"}),

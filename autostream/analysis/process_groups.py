@@ -33,3 +33,14 @@ def processes_in(name: str) -> int:
     """
     group = group_named(name)
     return 1 if group is None else int(group.size())
+
+
+def ranks_of(name: str) -> frozenset[int]:
+    """The ranks of a group's processes among all: none if this process does not know it.
+
+    Example:
+        >>> ranks_of("nobody's")
+        frozenset()
+    """
+    group = group_named(name)
+    return frozenset() if group is None else frozenset(dist.get_process_group_ranks(group))

@@ -80,7 +80,8 @@ def measure(
     If there is any, the program runs once, without gradients, on the current stream. It mutates copies of ``args``, and
     the states of random generators are restored. Some ops cannot be timed and keep their estimates
     (:func:`~autostream.costs.roofline.price`): ops on another device, ops that cannot be captured on a GPU, ops with
-    effects besides random numbers, ops that fail when run alone, and ops behind the end of the budget.
+    effects besides random numbers, ops that fail when run alone, and ops behind the end of the budget. Collectives, for
+    which other processes would have to be there, are not run: what is behind them gets other values.
 
     Args:
         program: the program.
@@ -175,7 +176,7 @@ class _Measurement(Interpreter):
         super().__init__(program.module, garbage_collect_values=True)
         self.keys: dict[str, str] = {}
         self.records: dict[str, Record] = {}
-        self._ops = _timeable(graph)
+        self._ops, self._collectives = _timeable(graph), graph.collectives
         self._estimates = price(graph, profile)
         self._timer = timer
         self._complete = complete
@@ -195,7 +196,17 @@ class _Measurement(Interpreter):
                 if record is not None:
                     self.records[key] = record
                 self._left_s -= time.perf_counter() - start
-        return super().run_node(n)
+        return self._unshared(n) if n.name in self._collectives else super().run_node(n)
+
+    def _unshared(self, collective: Node) -> Any:
+        """What a collective returns, as if nothing came from other processes: what it writes, or zeros."""
+        target: Any = collective.target
+        args, kwargs = self.fetch_args_kwargs_from_env(collective)
+        names = (argument.name for argument in target._schema.arguments)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        for written in written_names(target):
+            return given[written]
+        return map_aggregate(collective.meta["val"], _zeros_like)
 
     def _time(self, op: Op, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
         call, originals = getattr(self, node.op), tree_leaves((args, kwargs))
@@ -282,6 +293,10 @@ class _GraphTimer:
         # A memory pool lives as long as a graph of it: the first graph is kept, so that all graphs use its pool.
         self._first_graph = self._first_graph or graph
         return graph
+
+
+def _zeros_like(fake: Any) -> Any:
+    return torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device) if isinstance(fake, Tensor) else fake
 
 
 def _repeat(call: Call, copies: int) -> None:

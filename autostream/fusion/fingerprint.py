@@ -21,9 +21,10 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
 from autostream.frontend.settings import numerics
-from autostream.fusion.kernel_json import Json, NotSerializable, argument_to_json, operator_to_json
+from autostream.fusion.kernel_json import NotSerializable, argument_to_json, operator_to_json
 from autostream.ir import Program
 from autostream.store import code_in, key_of
+from autostream.utils.data import Json
 from autostream.utils.storages import storage_of
 from autostream.version import VERSION
 

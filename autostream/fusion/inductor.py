@@ -41,6 +41,7 @@ from autostream.fusion.channels_last import (
     is_channels_last,
     trains_convolutions,
 )
+from autostream.fusion.collectives import functional_collectives
 from autostream.fusion.kernel_values import (
     arguments_of,
     fake_mode_of,
@@ -310,7 +311,8 @@ def _functional(program: Program) -> fx.GraphModule:
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.graph import GraphLowering
 
-    module, table = program.module, matvec_decompositions(random_decompositions(select_decomp_table()))
+    module = functional_collectives(program.module)
+    table = matvec_decompositions(random_decompositions(select_decomp_table()))
     if trains_convolutions(module.graph) and GraphLowering.decide_layout_opt(module, is_inference=False):
         try:
             return _traced(module, LayoutInterpreter(module), channels_last_decompositions(table))

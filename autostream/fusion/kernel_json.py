@@ -22,10 +22,8 @@ import torch
 from torch import fx, nn
 
 from autostream.ir import Program
+from autostream.utils.data import Json
 from autostream.utils.kernels import Kernel
-
-Json = Any
-"""Values that ``json`` reads back as they were data."""
 
 
 class NotSerializable(Exception):  # noqa: N818 - callers go on without the cache

@@ -9,11 +9,11 @@ its result. (NCCL runs its kernels on a stream of its own anyway; the stream tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from autostream.ir import OpGraph, Schedule, Timeline
+from autostream.ir import OpGraph, Timeline
 
 
 def collectives(graph: OpGraph, streams: int, pinned: Set[str]) -> frozenset[str]:
@@ -82,23 +82,23 @@ class Collective:
         return f"{self.op} of {self.bytes:,} bytes of {self.dtype} in process group {self.group + 1}"
 
 
-def sequence(graph: OpGraph, schedule: Schedule) -> tuple[Collective, ...]:
-    """The collectives of a schedule, in the order in which it launches them.
+def sequence(graph: OpGraph, order: Iterable[str]) -> tuple[Collective, ...]:
+    """The collectives among ops, in the order in which they are launched.
 
     If all processes launch the same in the same order, over all groups, none waits for ever: the first that some
     process has not launched is launched as soon as earlier ones are over, and these all processes have launched.
 
     Example:
-        >>> from autostream.ir import Launch, Op
+        >>> from autostream.ir import Op
         >>> none = frozenset()
         >>> ops = {"r": Op("r", "_c10d_functional.all_reduce.default", ("r",), none, none, bytes_read=8, group="0")}
-        >>> (found,) = sequence(OpGraph(ops, (), {}, (), "cuda:0"), Schedule("mine", 1, (Launch("r", 0),)))
+        >>> (found,) = sequence(OpGraph(ops, (), {}, (), "cuda:0"), ["r"])
         >>> print(found)
         all_reduce of 8 bytes of float16 in process group 1
     """
     groups: dict[str, int] = {}
     found = []
-    for op in (graph.ops[launch.op] for launch in schedule.launches):
+    for op in map(graph.ops.__getitem__, order):
         if op.group:
             called = op.target.removeprefix("_c10d_functional.").removesuffix(".default")
             number = groups.setdefault(op.group, len(groups))

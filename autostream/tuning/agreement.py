@@ -1,36 +1,124 @@
-"""All processes of a group agree on their collectives before any of them is launched, or each of them raises an error.
+"""All processes of a group decide alike, by its store, before any of them launches a collective.
 
-    schedule ──▶ its collectives, in order ──▶ digest ──▶ the group's store ──▶ equal on all ranks?
-                                                                                     │ no
-                                                                                     └─▶ the first difference, in words
+    rank 0   what it does, and has ──╮                  ╭──▶ what all have, on every rank
+    rank 1   what it does, and has ──┼──▶ rank 0: same? ┤ no
+    …                                ╯                  ╰──▶ a GroupError on every rank: who, and the first difference
 
-Otherwise processes whose graphs differ would wait for each other for ever. The store is that of the process group, so
-this takes no collective.
+Processes whose graphs differ, or that run one more often than others, would wait for each other for ever. So a program
+with collectives is tuned by all of its processes together (:class:`Peers`). Each number on which something depends is
+agreed on; then they make the same schedules, run them equally often, and choose the same. The store is that of the
+process group: this takes no collective.
 """
 
 from __future__ import annotations
 
-import hashlib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
-from autostream.analysis.process_groups import group_named
-from autostream.errors import GroupError, first_line
-from autostream.ir import OpGraph, Schedule
+from autostream.analysis.effects import group_of
+from autostream.analysis.process_groups import group_named, processes_in, ranks_of
+from autostream.errors import AutostreamError, GroupError, first_line
+from autostream.ir import OpGraph, Program
 from autostream.scheduling.communication import first_difference, sequence
+from autostream.utils.data import Json, decoded, encoded
+
+Result = TypeVar("Result")
 
 LIMIT_S = 300.0
-"""How long a process waits for what the others would launch: some compile longer than others."""
+"""How long a process waits for the others to come as far: some compile longer than others."""
 
 
-def agree_on(graph: OpGraph, schedule: Schedule) -> None:
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The processes that tune a program together; of a program without collectives there is one.
+
+    Each method has to be called by all of them, in the same order, and says what for. All raise the same error if a
+    process fails, is somewhere else, or is gone.
+
+    Attributes:
+        group: the name of their process group; ``""`` if there is one process.
+
+    Example:
+        >>> ALONE.slowest("a run", lambda: [2.5])
+        [2.5]
+    """
+
+    group: str = ""
+
+    def each(self, what: str, do: Callable[[], Result], failing: type[AutostreamError] = GroupError) -> list[Result]:
+        """What a function returns in each process, by rank; numbers, strings and lists of them.
+
+        Raises:
+            AutostreamError: it has raised in some process, whose rank the message names.
+            GroupError: a process is somewhere else, or has not come in time.
+        """
+        if not self.group:
+            return [do()]
+        result, fault, cause = None, "", None
+        try:
+            result = do()
+        except GroupError:
+            raise
+        except Exception as error:
+            fault, cause = first_line(error), error
+        told = _exchange(self.group, [what], (fault, result))
+        for rank, (fault, _) in enumerate(told):
+            if fault:
+                raise failing(f"on rank {rank} of process group {self.group!r}: {fault}") from cause
+        return [value for _, value in told]
+
+    def first(self, what: str, do: Callable[[], Result], kind: Any) -> Result:
+        """What a function returns in the first process, which alone calls it; of a type that JSON can have."""
+        if not self.group:
+            return do()
+        leads = group_named(self.group).rank() == 0
+        found: Result = decoded(kind, self.each(what, (lambda: encoded(do())) if leads else lambda: None)[0])
+        return found
+
+    def together(self, what: str, do: Callable[[], Result], failing: type[AutostreamError] = GroupError) -> Result:
+        """What a function returns in this process, if it raises in none."""
+        if not self.group:
+            return do()
+        results: list[Result] = []
+        self.each(what, lambda: results.append(do()), failing)
+        return results[0]
+
+    def slowest(self, what: str, times: Callable[[], Sequence[float]]) -> list[float]:
+        """The longest of each of these times: processes that communicate wait for the slowest."""
+        return [max(of_all) for of_all in zip(*self.each(what, times), strict=True)]
+
+
+ALONE = Peers()
+
+
+def peers_of(program: Program) -> Peers | None:
+    """The processes that take part in a program's collectives.
+
+    Returns:
+        ``None`` if none of its process groups has all of them: then nothing can be agreed on over all groups.
+    """
+    groups = sorted({group for group in map(group_of, program.module.graph.nodes) if processes_in(group) > 1})
+    if not groups:
+        return ALONE
+    everyone = set[int]().union(*map(ranks_of, groups))
+    return next((Peers(group) for group in groups if everyone == ranks_of(group)), None)
+
+
+def agree_on(graph: OpGraph, order: Iterable[str]) -> None:
     """Check that the processes of each group would launch the same collectives in the same order, over all groups.
+
+    Args:
+        graph: the ops of a program.
+        order: their names, in launch order.
 
     Raises:
         GroupError: another process would launch others, or has not answered in time.
     """
-    said = [str(each) for each in sequence(graph, schedule)]
+    said = [str(each) for each in sequence(graph, order)]
     for group in sorted({graph.ops[name].group for name in graph.collectives}):
         agree(group, said)
 
@@ -45,33 +133,60 @@ def agree(group: str, said: Sequence[str]) -> None:
     Raises:
         GroupError: a process says something else, or nothing in time.
     """
+    if processes_in(group) > 1:
+        _exchange(group, said, None)
+
+
+def _exchange(group: str, said: Sequence[str], value: Any) -> list[Json]:
+    """The values of all processes, by rank, as JSON has them, if all say the same.
+
+    The first process collects them and tells the others the result, an error too: all raise the same one.
+    """
     known = group_named(group)
-    if known is None or known.size() == 1:
-        return
     rank, end = known.rank(), time.monotonic() + LIMIT_S
-    text = "\n".join(said)
-    digest = hashlib.sha256(text.encode()).hexdigest()
     try:
         store = known.get_group_store()
         turn = f"autostream/{store.add(f'autostream/{rank}', 1)}"
-        store.set(f"{turn}/{rank}/lines", text)
-        store.set(f"{turn}/{rank}", digest)
+        store.set(f"{turn}/{rank}", json.dumps([[*said], encoded(value)]))
     except Exception as error:
         raise GroupError(f"the store of process group {group!r} does not answer: {first_line(error)}") from error
-    for other in range(known.size()):
-        if other == rank:
-            continue
+
+    def told(by: int, key: str, seconds: float) -> Any:
         try:
-            store.wait([f"{turn}/{other}"], timedelta(seconds=max(0.001, end - time.monotonic())))
-            differs = store.get(f"{turn}/{other}").decode() != digest
-            lines = store.get(f"{turn}/{other}/lines").decode().split("\n") if differs else said
+            store.wait([key], timedelta(seconds=max(0.001, seconds)))
+            return json.loads(store.get(key))
         except Exception as error:
             raise GroupError(
-                f"rank {other} of process group {group!r} has not compiled its step within {LIMIT_S:g} s, or is gone, "
-                f"while rank {rank} has: all have to compile the same steps in the same order"
+                f"rank {by} of process group {group!r} has not come as far within {LIMIT_S:g} s, or is gone, while "
+                f"another one would go on with {_short(said)}: all have to compile the same steps in the same order"
             ) from error
-        if differs:
-            raise GroupError(
-                f"rank {other} of process group {group!r} would not launch the collectives of rank {rank}: "
-                f"{first_difference(said, lines, f'rank {rank}', f'rank {other}')}"
-            )
+
+    if rank:
+        told(0, f"{turn}/0", end - time.monotonic())
+        # The first process waits for the others no longer than this one has waited for it; then it says who is missing.
+        fault, values = told(0, f"{turn}/result", LIMIT_S + _SPARE_S)
+    else:
+        fault, values = "", [encoded(value)]
+        try:
+            for other in range(1, known.size()):
+                lines, theirs = told(other, f"{turn}/{other}", end - time.monotonic())
+                values.append(theirs)
+                if lines != list(said):
+                    fault = fault or (
+                        f"ranks 0 and {other} of process group {group!r} would not launch the same collectives: "
+                        f"{first_difference(said, lines, 'rank 0', f'rank {other}')}"
+                    )
+        except GroupError as error:
+            fault = str(error)
+        store.set(f"{turn}/result", json.dumps([fault, [] if fault else values]))
+    if fault:
+        raise GroupError(fault)
+    return values  # type: ignore[no-any-return]
+
+
+_SPARE_S = 10.0
+"""So much longer than the first process the others wait, for its answer to arrive."""
+
+
+def _short(said: Sequence[str]) -> str:
+    return f"{said[0]}{', …' * (len(said) > 1)}" if said else "no collectives"

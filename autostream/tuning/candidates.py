@@ -97,9 +97,28 @@ def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: S
     with stopwatch("schedule"), collector.paused():
         simulated = [_simulated(priced, assignment, capture) for assignment in _distinct(assigned)]
         candidates = (budget.sequential, *_shortlist(simulated, budget.within))
-    with stopwatch("verify"), collector.paused():
-        verify(graph, *(candidate.schedule for candidate in _allowed(candidates)), pinned=pinned)
+    with stopwatch("verify"):
+        check(priced, candidates, capture)
     return candidates
+
+
+def check(priced: Priced, candidates: Sequence[Candidate], capture: bool) -> None:
+    """Verify the schedules of candidates that are not refused.
+
+    Args:
+        priced: the program's ops.
+        candidates: schedules of these.
+        capture: whether they are to be captured.
+
+    Raises:
+        ScheduleError: one is wrong.
+    """
+    with collector.paused():
+        verify(
+            priced.graph,
+            *(candidate.schedule for candidate in _allowed(candidates)),
+            pinned=_pinned(priced, capture),
+        )
 
 
 def candidates_again(

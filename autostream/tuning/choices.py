@@ -17,20 +17,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from autostream.errors import first_line
 from autostream.frontend.settings import numerics
 from autostream.fusion.fingerprint import content_of, fingerprint, surroundings
 from autostream.fusion.inductor import with_settings
-from autostream.ir import Arena, Decision, Launch, Program, Schedule
+from autostream.ir import Decision, Program, Schedule
 from autostream.options import Options
 from autostream.store import Notes, Store, code_in, key_of
+from autostream.utils.data import decoded, encoded
 from autostream.utils.stopwatch import Stopwatch
 
 log = logging.getLogger(__name__)
@@ -98,7 +97,7 @@ def read(key: str) -> tuple[Choice | None, Notes]:
 
 def write(key: str, choice: Choice) -> Notes:
     """Keep a choice, in place of an earlier one; return a note if it cannot be kept."""
-    return _STORE.write(key, partial(json.dumps, asdict(choice)))
+    return _STORE.write(key, partial(json.dumps, encoded(choice)))
 
 
 def _key(program: Program, options: Options) -> str:
@@ -118,21 +117,5 @@ def _key(program: Program, options: Options) -> str:
 
 
 def _parse(text: str) -> Choice:
-    data = json.loads(text)
-    refusals = tuple(Decision(**each) for each in data["refusals"])
-    return Choice(data["level"], _schedule(data["schedule"]), data["measured_us"], data["date"], refusals)
-
-
-def _schedule(data: Mapping[str, Any]) -> Schedule:
-    launches = (
-        Launch(each["op"], each["stream"], tuple(each["waits"]), tuple(each["releases"])) for each in data["launches"]
-    )
-    decisions = (Decision(**each) for each in data["decisions"])
-    return Schedule(
-        data["policy"],
-        data["streams"],
-        tuple(launches),
-        tuple(data["join_waits"]),
-        tuple(decisions),
-        Arena(**data["arena"]),
-    )
+    choice: Choice = decoded(Choice, json.loads(text))
+    return choice

@@ -4,6 +4,9 @@ Predicted times are not exact, so candidates are measured: each against the best
 changes of clock rates and temperature affect both. The sequential schedule comes first, and is only replaced by a
 schedule that was measured faster. Ties go to fewer streams, then to less memory. At last, variants of the best one are
 measured against it: schedules with equal predictions differ by a few percent on the device.
+
+What communicates is measured by all of its processes together, as often and in the same order: each time counts as the
+longest of theirs.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from autostream.runtime.cuda_graph import CapturedGraph, FlatFunction
 from autostream.runtime.lower import lower
 from autostream.runtime.restore import Restore
 from autostream.runtime.runs import UncastRun, uncaptured
+from autostream.tuning.agreement import ALONE, Peers
 
 MARGIN = 0.01
 """Times that differ by at most this share are a tie, since measurements are not exact, and streams and memory cost."""
@@ -75,6 +79,7 @@ def select(
     restore: Restore,
     seconds: float = inf,
     variants: Variants = lambda candidate: iter(()),
+    peers: Peers = ALONE,
 ) -> Selection:
     """Build the candidates one by one, measure each against the best so far, and keep the faster.
 
@@ -91,29 +96,38 @@ def select(
         restore: restores mutated arguments before each run.
         seconds: candidates that are not measured by then are refused. The sequential one is always measured.
         variants: yields variants of a candidate.
+        peers: the processes that measure the same candidates together. What one of them cannot build, none uses.
 
     Raises:
         CaptureError: the first candidate cannot be captured, so none can.
+        GroupError: a process is gone.
     """
     end = time.perf_counter() + seconds
 
     def make(candidate: Candidate) -> Execution:
-        return build(program, graph, candidate, tensors, bound, restore)
+        what = f"the schedule {candidate.schedule.policy!r} of {candidate.schedule.streams} streams"
+        return peers.together(
+            what, lambda: build(program, graph, candidate, tensors, bound, restore), failing=CaptureError
+        )
 
     def timer(execution: Execution) -> Callable[[], float]:
-        return _timer(execution, tensors, program.device, restore)
+        return _timer(execution, tensors, program.device, restore, peers)
 
-    contest = _Contest(make, timer, list(candidates), make(candidates[0]))
+    def late() -> bool:
+        (over_s,) = peers.slowest("the time spent on measuring", lambda: [time.perf_counter() - end])
+        return over_s > 0
+
+    contest = _Contest(make, timer, list(candidates), make(candidates[0]), peers)
     for place in range(1, len(candidates)):
         if candidates[place].refusal:
             continue
-        if time.perf_counter() > end:
+        if late():
             contest.refuse(place, _NO_TIME_LEFT, Limit.TIME)
         else:
             contest.measure(place)
     near = variants(contest.considered[contest.best])
     for _ in range(VARIANTS if contest.best else 0):
-        variant = next(near, None) if time.perf_counter() <= end else None
+        variant = None if late() else next(near, None)
         if variant is None:
             break
         if contest.try_variant(variant):
@@ -131,6 +145,7 @@ class _Contest:
         timer: returns a function that measures the time of a run, µs.
         considered: the candidates, with their measured times.
         execution: of the best one.
+        peers: the processes that measure together.
         best: its index.
         behind: its time as a ratio to the fastest time so far, so that ties do not add up.
     """
@@ -139,11 +154,12 @@ class _Contest:
     timer: Callable[[Execution], Callable[[], float]]
     considered: list[Candidate]
     execution: Execution
+    peers: Peers
     best: int = 0
     behind: float = 1.0
 
     def __post_init__(self) -> None:
-        self._measured(0, interleaved([self.timer(self.execution)])[0])
+        self._measured(0, self._interleaved([self.execution])[0])
 
     def refuse(self, place: int, reason: str, limit: Limit | None) -> None:
         """Record why a candidate is not selected."""
@@ -185,7 +201,7 @@ class _Contest:
             return
         try:
             sequential = self.make(self.considered[0])
-            times = interleaved([self.timer(sequential), self.timer(self.execution)])
+            times = self._interleaved([sequential, self.execution])
         except (CaptureError, torch.OutOfMemoryError):
             return  # keep the earlier measurements
         self._rescale(times[1])
@@ -196,7 +212,10 @@ class _Contest:
     def _compared(self, candidate: Candidate, hopeless: float = _HOPELESS) -> tuple[Execution, list[float]]:
         """The candidate's execution, and the times of the best one and of it in interleaved rounds, µs."""
         execution = self.make(candidate)
-        return execution, interleaved([self.timer(self.execution), self.timer(execution)], hopeless)
+        return execution, self._interleaved([self.execution, execution], hopeless)
+
+    def _interleaved(self, executions: Sequence[Execution], hopeless: float = _HOPELESS) -> list[float]:
+        return interleaved([*map(self.timer, executions)], hopeless, self.peers)
 
     def _rescale(self, best_us: float) -> None:
         """Scale earlier times to the clock rate at which the best one takes ``best_us``."""
@@ -289,7 +308,9 @@ def _storages(nodes: Iterable[fx.Node]) -> set[int]:
     return {storage for node in nodes for storage in storages_in(value_of(node))}
 
 
-def interleaved(timers: Sequence[Callable[[], float]], hopeless: float = _HOPELESS) -> list[float]:
+def interleaved(
+    timers: Sequence[Callable[[], float]], hopeless: float = _HOPELESS, peers: Peers = ALONE
+) -> list[float]:
     """Call timers in turn for some rounds, and return the median of each.
 
     Stops early when the time is up, or when the last timer was slower than the first by a factor of ``hopeless`` in
@@ -300,16 +321,23 @@ def interleaved(timers: Sequence[Callable[[], float]], hopeless: float = _HOPELE
         [2.0, 5.0]
     """
     rounds: list[list[float]] = []
-    end = time.perf_counter() + _MAX_COMPARISON_S
-    while len(rounds) < _ROUNDS and (len(rounds) < 3 or time.perf_counter() < end):
-        rounds.append([timer() for timer in timers])
+    start, spent_s = time.perf_counter(), 0.0
+
+    def timed() -> list[float]:
+        return [*(timer() for timer in timers), time.perf_counter() - start]
+
+    while len(rounds) < _ROUNDS and (len(rounds) < 3 or spent_s < _MAX_COMPARISON_S):
+        *times, spent_s = peers.slowest("the times of a round", timed)
+        rounds.append(times)
         if len(rounds) == 3 and min(r[-1] for r in rounds) > hopeless * max(r[0] for r in rounds):
             break
     return [median(times) for times in zip(*rounds, strict=True)]
 
 
-def _timer(execution: Execution, tensors: Sequence[Tensor], device: str, restore: Restore) -> Callable[[], float]:
-    """A function that runs an execution several times and returns the µs of one run.
+def _timer(
+    execution: Execution, tensors: Sequence[Tensor], device: str, restore: Restore, peers: Peers = ALONE
+) -> Callable[[], float]:
+    """A function that runs an execution several times, as often as the peers do, and returns the µs of one run.
 
     Mutated arguments are restored before each run, outside of the measured time.
     """
@@ -320,8 +348,12 @@ def _timer(execution: Execution, tensors: Sequence[Tensor], device: str, restore
         restore()
         run()
 
-    clock(restored, 1)
-    runs = max(1, min(_MAX_RUNS, round(_ROUND_US[torch.device(device).type] / max(clock(restored, 1), 1.0))))
+    def once() -> list[float]:
+        clock(restored, 1)
+        return [max(clock(restored, 1), 1.0)]
+
+    (once_us,) = peers.slowest("the time of a run", once)
+    runs = max(1, min(_MAX_RUNS, round(_ROUND_US[torch.device(device).type] / once_us)))
     if not restore.spans:
         return lambda: clock(run, runs)
     alone = _host_us_alone if device == "cpu" else partial(_device_us_alone, device)

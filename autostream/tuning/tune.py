@@ -1,6 +1,6 @@
 """Tune a program: choose its level of kernels and its schedule by measuring, or take an earlier process's choice.
 
-collectives? ──yes──▶ plan the ATen ops, run the best by estimates
+several processes? ──yes──▶ all of them do the rest together (``agreement.py``), and take no earlier choice
 │ no
 chosen before? ──▶ still correct, and faster than one stream? ──▶ run it
 │ no                            │ no
@@ -11,6 +11,7 @@ ATen ops ──▶ fuse ──▶ plan, measure ──▶ faster than the ATen o
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from autostream.analysis.effects import group_of
-from autostream.errors import CaptureError, FusionError, first_line
+from autostream.errors import CaptureError, FusionError, GroupError, ScheduleError, first_line
 from autostream.fusion.cache import fused_here
 from autostream.ir import Candidate, Decision, Limit, Program
 from autostream.options import Options
@@ -29,8 +29,9 @@ from autostream.pipeline import price_program
 from autostream.runtime.restore import undone
 from autostream.runtime.runs import without_autocast
 from autostream.runtime.static_inputs import static_copies
-from autostream.tuning.agreement import agree_on
-from autostream.tuning.candidates import Priced, best_of, candidates_again, candidates_for, variants_of
+from autostream.store import Notes
+from autostream.tuning.agreement import ALONE, Peers, agree_on, peers_of
+from autostream.tuning.candidates import Priced, best_of, candidates_again, candidates_for, check, variants_of
 from autostream.tuning.choices import Choice, choice_key, now, read, write
 from autostream.tuning.select import MARGIN, Selection, build, select, written
 from autostream.utils.stopwatch import Stopwatch
@@ -67,7 +68,8 @@ def tune(
 ) -> Tuned:
     """Plan and measure a program, with the kernels that the options ask for.
 
-    The choice of an earlier process is taken without a search, if it is correct and still faster than one stream.
+    The choice of an earlier process is taken without a search, if it is correct and still faster than one stream. The
+    processes that take part in its collectives search together, and take no earlier choice: some may not have it.
 
     Args:
         program: of ATen ops.
@@ -75,33 +77,27 @@ def tune(
         bound: which of them a captured graph may read in place.
         options: how to schedule.
         stopwatch: records the seconds of each stage.
+
+    Raises:
+        GroupError: another process would run something else, or is gone.
     """
-    task = (program, arguments, bound, options, stopwatch)
-    if _communicates(program):
-        tuned = _planned(*task)
-        return replace(tuned, refusals=(_NOT_TIMED, *tuned.refusals))
-    key = choice_key(program, options, stopwatch)
+    task, peers = (program, arguments, bound, options, stopwatch), peers_of(program)
+    if peers is None:
+        tuned = _planned(program, arguments, bound, replace(options, costs="roofline"), stopwatch, None)
+        return replace(tuned, refusals=(_NOT_MEASURED, *tuned.refusals))
+    key = "" if peers.group else choice_key(program, options, stopwatch)
     if not key:
-        return _search(*task, keep=lambda tuned: tuned)
+        return _search(*task, keep=lambda tuned: tuned, peers=peers)
     choice, notes = read(key)
     tuned = (choice and _retake(*task, choice)) or _search(*task, keep=partial(_kept, key))
     return replace(tuned, refusals=(*notes, *tuned.refusals))
 
 
-def _communicates(program: Program) -> bool:
-    """Whether other processes take part in a program.
-
-    All of them have to run it equally often, so what they run may not depend on their clocks: its schedule is chosen by
-    estimates, the same in all of them, and is not timed.
-    """
-    return any(map(group_of, program.module.graph.nodes))
-
-
-_NOT_TIMED = Decision(
+_NOT_MEASURED = Decision(
     "",
     "not measured",
-    "other processes take part in its collectives, and would have to run it as often: its ops stay ATen's, and their "
-    "schedule is the best by estimates",
+    "its collectives are those of several process groups, none of which has all of the processes, which would have to "
+    "run it equally often: its ops stay ATen's, and their schedule is the best by estimates",
 )
 
 
@@ -150,22 +146,25 @@ def _search(
     options: Options,
     stopwatch: Stopwatch,
     keep: Callable[[Tuned], Tuned],
+    peers: Peers = ALONE,
 ) -> Tuned:
     """The fastest of all candidates. ``keep`` is called with it unless something failed on the way."""
 
     def planned(program: Program, options: Options) -> Tuned:
-        return _planned(program, arguments, bound, options, stopwatch)
+        return _planned(program, arguments, bound, options, stopwatch, peers)
 
     if options.kernels == "eager" or (options.kernels == "auto" and program.device == "cpu"):
         unfused = keep(planned(program, options))
         return _not_fused(unfused, _SETTINGS_OF_NO_USE) if options.inductor_options else unfused
-    fused, reason = _fused(planned, program, arguments, options, stopwatch)
+    fused, reason = _fused(planned, program, arguments, options, stopwatch, peers)
     if fused is None:
         return _not_fused(planned(program, options), reason)
     if options.kernels == "inductor":
         return keep(fused)
     try:
         better = _better(planned, program, fused, options)
+    except GroupError:
+        raise
     except Exception as error:  # out of memory, above all: there are up to three graphs
         reason = f"ops as they are could not be measured beside it: {first_line(error)}"
         return replace(fused, refusals=(*fused.refusals, Decision("", "fused", reason)))
@@ -181,18 +180,38 @@ Planned = Callable[[Program, Options], Tuned]
 
 
 def _fused(
-    planned: Planned, program: Program, arguments: Sequence[Tensor], options: Options, stopwatch: Stopwatch
+    planned: Planned,
+    program: Program,
+    arguments: Sequence[Tensor],
+    options: Options,
+    stopwatch: Stopwatch,
+    peers: Peers,
 ) -> tuple[Tuned | None, str]:
     """The program in fused kernels, or why not. Errors are not kept, since their tracebacks hold memory."""
+
+    def fuse() -> tuple[Program, Notes]:
+        return fused_here(program, options.inductor_options, arguments, stopwatch)
+
     try:
-        kernels, notes = fused_here(program, options.inductor_options, arguments, stopwatch)
+        kernels, notes = peers.together("fusing", fuse, failing=FusionError)
+        listings = peers.each("the fused kernels", lambda: _listing(kernels) if peers.group else "")
     except FusionError as error:
         return None, str(error)
+    if other := next((rank for rank, listing in enumerate(listings) if listing != listings[0]), 0):
+        return None, f"TorchInductor makes other kernels on rank {other} than on rank 0, and all have to run the same"
     try:
         fused = planned(kernels, options)
         return replace(fused, refusals=(*notes, *fused.refusals)), ""
+    except GroupError:
+        raise
     except Exception as error:
         return None, f"TorchInductor's kernels do not run: {first_line(error)}"
+
+
+def _listing(program: Program) -> str:
+    """A digest of a program's calls, in order, by name."""
+    calls = [f"{node.name} = {node.target}{node.args}{node.kwargs}" for node in program.module.graph.nodes]
+    return hashlib.sha256("\n".join(calls).encode()).hexdigest()
 
 
 def _better(planned: Planned, program: Program, fused: Tuned, options: Options) -> Tuned:
@@ -216,30 +235,27 @@ def _not_fused(tuned: Tuned, reason: str) -> Tuned:
 
 
 def _planned(
-    program: Program, arguments: Sequence[Tensor], bound: Sequence[bool], options: Options, stopwatch: Stopwatch
+    program: Program,
+    arguments: Sequence[Tensor],
+    bound: Sequence[bool],
+    options: Options,
+    stopwatch: Stopwatch,
+    peers: Peers | None,
 ) -> Tuned:
-    """Plan and measure on copies of the inputs; the model's state and the random number generators are restored."""
-    with on_copies(program, arguments, bound) as arguments:
-        priced = price_program(program, options, stopwatch, tensors=arguments)
-        graph = priced.graph
+    """Plan and measure on copies of the inputs; the model's state and the random number generators are restored.
 
-        def selected(capture: bool) -> Selection:
-            candidates = candidates_for(priced, options, capture, stopwatch)
-            if graph.collectives:
-                # Whether threads of a CPU pay is told by measuring alone.
-                chosen = candidates[0] if graph.device == "cpu" and options.policy == "auto" else best_of(candidates)
-                agree_on(graph, chosen.schedule)
-                with undone(arguments, written(program, graph), program.devices) as restore:
-                    execution = build(program, graph, chosen, arguments, bound, restore)
-                return Selection(execution, chosen, candidates)
-            with stopwatch("select"), undone(arguments, written(program, graph), program.devices) as restore:
-                # Mutated inputs are restored before each run: measuring variants of training steps would take too long.
-                varied = (
-                    _no_variants
-                    if any(written(program, graph))
-                    else partial(variants_of, priced, options, candidates[0])
-                )
-                return select(program, graph, candidates, arguments, bound, restore, stopwatch.left(options), varied)
+    Args:
+        program: of any level.
+        arguments: its tensors.
+        bound: which of them a captured graph may read in place.
+        options: how to schedule.
+        stopwatch: records the seconds of each stage.
+        peers: the processes that plan and measure the same together; ``None`` to plan by estimates alone.
+    """
+    with on_copies(program, arguments, bound) as arguments:
+        priced = price_program(program, options, stopwatch, tensors=arguments, peers=peers or ALONE)
+        graph, task = priced.graph, (program, priced, arguments, bound, options, stopwatch)
+        selected = partial(_best_as_measured, *task, peers) if peers else partial(_best_by_estimates, *task)
 
         if options.cuda_graph is False or graph.device == "cpu":
             asked = options.cuda_graph is True
@@ -251,6 +267,54 @@ def _planned(
             except CaptureError as error:
                 refusals = (Decision("", "not captured", str(error)),)
         return Tuned(program, priced, selected(capture=False), refusals)
+
+
+def _best_as_measured(
+    program: Program,
+    priced: Priced,
+    arguments: Sequence[Tensor],
+    bound: Sequence[bool],
+    options: Options,
+    stopwatch: Stopwatch,
+    peers: Peers,
+    *,
+    capture: bool,
+) -> Selection:
+    """The fastest of all schedules. The first of several processes makes them, and each verifies them."""
+    graph = priced.graph
+
+    def made() -> tuple[Candidate, ...]:
+        return candidates_for(priced, options, capture, stopwatch)
+
+    candidates = peers.first("its schedules", made, tuple[Candidate, ...])
+    if peers.group:
+        with stopwatch("verify"):
+            peers.together("the schedules", lambda: check(priced, candidates, capture), failing=ScheduleError)
+    # Mutated inputs are restored before each run: measuring variants of training steps would take too long.
+    varies = not peers.group and not any(written(program, graph))
+    varied = partial(variants_of, priced, options, candidates[0]) if varies else _no_variants
+    with stopwatch("select"), undone(arguments, written(program, graph), program.devices) as restore:
+        left_s = stopwatch.left(options)
+        return select(program, graph, candidates, arguments, bound, restore, left_s, varied, peers)
+
+
+def _best_by_estimates(
+    program: Program,
+    priced: Priced,
+    arguments: Sequence[Tensor],
+    bound: Sequence[bool],
+    options: Options,
+    stopwatch: Stopwatch,
+    *,
+    capture: bool,
+) -> Selection:
+    """The schedule that is fastest as predicted, which is the same in all processes."""
+    graph, candidates = priced.graph, candidates_for(priced, options, capture, stopwatch)
+    # Whether threads of a CPU pay is told by measuring alone.
+    chosen = candidates[0] if graph.device == "cpu" and options.policy == "auto" else best_of(candidates)
+    agree_on(graph, [launch.op for launch in chosen.schedule.launches])
+    with undone(arguments, written(program, graph), program.devices) as restore:
+        return Selection(build(program, graph, chosen, arguments, bound, restore), chosen, candidates)
 
 
 @contextmanager

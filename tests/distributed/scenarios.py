@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import operator
 import os
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import networkx as nx
@@ -20,8 +24,11 @@ import autostream
 from autostream.analysis.dependencies import analyze
 from autostream.costs.device import profile_named
 from autostream.costs.roofline import price
-from autostream.errors import GroupError, TargetError
-from autostream.ir import Assignment
+from autostream.errors import CaptureError, FusionError, GroupError, TargetError
+from autostream.fusion import inductor
+from autostream.ir import Assignment, Program, Role
+from autostream.options import Options
+from autostream.runtime.emulator import ThreadedProgram
 from autostream.runtime.lower import lower
 from autostream.runtime.runs import uncaptured
 from autostream.scheduling.policies import POLICIES
@@ -29,7 +36,12 @@ from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from autostream.tuning import agreement
+from autostream.tuning import select as selection
+from autostream.tuning import tune as tuning
+from autostream.utils.stopwatch import Stopwatch
 from tests.analysis.programs import Tape, aten
+
+Scenario = Callable[[int, int, dist.ProcessGroup], None]
 
 STREAMED: dict[str, Any] = {"policy": "critical_path", "streams": 2}
 c10d = torch.ops._c10d_functional
@@ -74,14 +86,13 @@ def assert_alike(model: nn.Module, other: nn.Module, tolerance: float = 1e-12) -
         torch.testing.assert_close(one, another, rtol=tolerance, atol=tolerance)
 
 
-def assert_in_graphs(step: Any, collectives: int, streams: int = 2) -> None:
-    """All steps but the first ran as one graph; of two streams the second is that of collectives."""
+def assert_in_graphs(step: Any, collectives: int) -> None:
+    """All steps but the first ran as one graph, and collectives are on a stream of their own."""
     (report,) = step.reports
-    assert report.mode == ("threads" if streams == 2 else "one stream"), report.refusals
+    assert report.mode == "threads", report.refusals
     reduced = report.graph.collectives
     assert len(reduced) == collectives
-    apart = {name for name, at in report.chosen.schedule.stream_of.items() if at == 1}
-    assert apart == (reduced if streams == 2 else set())
+    assert {name for name, at in report.chosen.schedule.stream_of.items() if at == 1} == reduced
 
 
 def assert_no_copies(step: Any) -> None:
@@ -220,7 +231,7 @@ def reductions_of_the_user(rank: int, processes: int, group: dist.ProcessGroup) 
         x = torch.full((3, 4), 1.0 + rank + count, dtype=torch.float64)
         torch.testing.assert_close(step(x), eager(x).detach(), rtol=1e-12, atol=1e-12)
         assert_alike(model, other)
-    assert_in_graphs(step, collectives=2, streams=1)
+    assert_in_graphs(step, collectives=2)
     assert_no_copies(step)
 
 
@@ -311,13 +322,12 @@ def other_collectives_are_refused(rank: int, processes: int, group: dist.Process
     for _ in range(2):
         step(x, False)
     before = copy.deepcopy(model)
-    other = 1 - rank
-    said = r"number 2 is .* on rank . and .* on rank ."
-    with pytest.raises(GroupError, match=rf"rank {other} of process group .* {said}"):
+    said = r"number 2 is nothing on rank 0 and all_reduce .* on rank 1"
+    with pytest.raises(GroupError, match=rf"ranks 0 and 1 of process group .* {said}"):
         step(x.repeat(2, 1), rank == 1)
     assert_alike(model, before, 0.0)
     step(x, False)
-    with pytest.raises(GroupError, match=r"number 1 is a tensor of \(2, 4\)|number 1 is a tensor of \(2, 5\)"):
+    with pytest.raises(GroupError, match=r"number 1 is a tensor of \(2, 4\) .* on rank 0 and .* \(2, 5\) .* on rank 1"):
         autostream.train_step(
             wrong := nn.Linear(4 + rank, 2), torch.optim.SGD(wrong.parameters()), nn.MSELoss(), data_parallel=group
         )
@@ -340,8 +350,7 @@ def a_step_that_one_process_cannot_capture_is_refused(rank: int, processes: int,
     x = torch.ones(3, 4, dtype=torch.float64)
     for _ in range(2):
         step(x, False)
-    said = "number 1 is the step as it is written on rank 1" if rank else "and the step as it is written on rank 1"
-    with pytest.raises(GroupError, match=said):
+    with pytest.raises(GroupError, match="on rank 0 and the step as it is written on rank 1"):
         step(x.repeat(2, 1), rank == 1)
 
 
@@ -377,7 +386,7 @@ def subgroups_as_ddp(rank: int, processes: int, group: dist.ProcessGroup) -> Non
         F.mse_loss(other(x), y).backward()
         sgds[1].step()
         assert_alike(model, other)
-    assert_in_graphs(step, collectives=1, streams=1)
+    assert_in_graphs(step, collectives=1)
 
 
 def a_process_dies(rank: int, processes: int, group: dist.ProcessGroup) -> None:
@@ -394,6 +403,174 @@ def a_process_dies(rank: int, processes: int, group: dist.ProcessGroup) -> None:
         patch.setattr(agreement, "LIMIT_S", 2.0)
         with pytest.raises(GroupError, match=f"rank {processes - 1} of process group"):
             step(x, y)
+
+
+# Processes that measure together
+
+
+def a_clock(times_us: Callable[[bool], float]) -> Any:
+    """A clock for runs of steps: runs them, and takes the time for several streams, or for one, from a function."""
+
+    def clock(run: Any, runs: int, restore: Callable[[], None] = lambda: None) -> float:
+        for _ in range(runs):
+            restore()
+            run()
+        return times_us(isinstance(getattr(run, "func", None), ThreadedProgram))
+
+    return clock
+
+
+def with_fast_streams(scenario: Scenario, rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Run a scenario by a clock on which several streams are faster than one, in each process by another factor."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_host_us", "_host_us_alone"):
+            patch.setattr(selection, name, a_clock(lambda streams: 5.0 + rank if streams else 20.0))
+        scenario(rank, processes, group)
+
+
+def linear_step(group: dist.ProcessGroup, **options: Any) -> Any:
+    """A step of a small model, and what it takes."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = autostream.train_step(model, sgd, nn.MSELoss(), data_parallel=group, **{**STREAMED, **options})
+    return step, torch.ones(3, 4, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64)
+
+
+def of_all(group: dist.ProcessGroup, value: object) -> list[object]:
+    """The value of each process."""
+    values: list[object] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def processes_that_measure_other_times_choose_the_same(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """The last is slow with several streams, where the others are fast: all wait for it, so one stream is faster."""
+    clock = a_clock(lambda streams: (1.0 if rank < processes - 1 else 90.0) if streams else 20.0 + rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "_host_us_alone", clock)
+        patch.setattr(selection, "_host_us", clock)
+        step, x, y = linear_step(group)
+        for _ in range(2):
+            step(x, y)
+    (report,) = step.reports
+    measured = [candidate.measured_us for candidate in report.candidates]
+    assert measured == [20.0 + processes - 1, 90.0]
+    assert report.chosen.schedule.streams == 1
+    assert len({repr(each) for each in of_all(group, (report.chosen, report.candidates, report.costs))}) == 1
+
+
+def costs_that_the_first_has_measured(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """They are those of all; no collective is run for them."""
+    model = net(rank)
+    ddp = twin(group)
+    sgds = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, ddp)]
+    step = autostream.train_step(model, sgds[0], nn.MSELoss(), data_parallel=group, costs="measured", **STREAMED)
+    for x, y in batches(rank, 3):
+        sgds[1].zero_grad()
+        F.mse_loss(ddp(x), y).backward()
+        sgds[1].step()
+        step(x, y)
+        assert_alike(model, ddp)
+    (report,) = step.reports
+    sources = {name: cost.source for name, cost in report.costs.items()}
+    assert {sources[name] for name in report.graph.collectives} == {"roofline"}
+    assert "measured" in sources.values()
+    assert len({repr(each) for each in of_all(group, (report.profile, report.costs))}) == 1
+
+
+def a_candidate_that_one_process_cannot_build(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """None takes it, and the report names that process."""
+    build = selection.build
+
+    def fails(program: Any, graph: Any, candidate: Any, *rest: Any) -> Any:
+        if rank == 1 and candidate.schedule.streams > 1:
+            raise CaptureError("there is no room")
+        return build(program, graph, candidate, *rest)
+
+    model = net(rank)
+    ddp = twin(group)
+    sgds = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, ddp)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "build", fails)
+        step = autostream.train_step(model, sgds[0], nn.MSELoss(), data_parallel=group, **STREAMED)
+        for x, y in batches(rank, 3):
+            sgds[1].zero_grad()
+            F.mse_loss(ddp(x), y).backward()
+            sgds[1].step()
+            step(x, y)
+            assert_alike(model, ddp)
+    (report,) = step.reports
+    assert report.chosen.schedule.streams == 1
+    (refused,) = (candidate.refusal for candidate in report.candidates if candidate.schedule.streams > 1)
+    assert "on rank 1 of process group" in refused
+    assert "there is no room" in refused
+
+
+def kernels_that_one_process_cannot_make(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """One fails to fuse, or makes other kernels: all run ATen's ops, and say why."""
+    tape = Tape()
+    given = tape.input(6, 4)
+    flat = tape.call(aten.mul.Tensor, tape.call(aten.sin.default, given), 1.0 / processes)
+    summed = tape.call(c10d.all_reduce_.default, flat, "sum", group.group_name)
+    program = tape.case([tape.call(c10d.wait_tensor.default, summed)]).program
+    expected = torch.stack([torch.full((6, 4), 1.0 + other).sin() for other in range(processes)]).mean(0)
+    x = torch.full((6, 4), 1.0 + rank)
+    for fails in (True, False):
+
+        def fuse(program: Program, *_: Any) -> tuple[Program, tuple[()]]:
+            if rank == 1 and fails:  # noqa: B023
+                raise FusionError("no compiler")
+            module = copy.deepcopy(program.module)
+            if rank == 1:
+                next(node for node in module.graph.nodes if node.op == "call_function").name = "another"
+            return replace(program, module=module), ()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tuning, "fused_here", fuse)
+            tuned = tuning.tune(program, [x], [False], Options(kernels="inductor"), Stopwatch())
+        (result,) = tuned.selection.execution(x)
+        torch.testing.assert_close(result, expected)
+        assert ("no compiler" if fails else "other kernels on rank 1") in tuned.refusals[0].reason
+
+
+def collectives_in_a_functional_graph(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """What TorchInductor gets computes the same, with collectives that are not in place."""
+    tape = Tape()
+    weight, x = tape.input(6, 4, role=Role.PARAMETER), tape.input(24)
+    flat = tape.call(aten.mul_.Tensor, tape.call(aten.cat.default, [x, x]), 1.0 / processes)
+    summed = tape.call(c10d.all_reduce_.default, flat, "sum", group.group_name)
+    mean = tape.call(c10d.wait_tensor.default, summed)
+    half = tape.call(operator.getitem, tape.call(aten.split_with_sizes.default, mean, [24, 24]), 1)
+    tape.call(aten.sub_.Tensor, weight, tape.call(aten.view.default, half, [6, 4]))
+    in_place = tape.call(c10d.all_reduce_.default, x, "sum", group.group_name)
+    tape.call(c10d.wait_tensor.default, in_place)
+    program = tape.case([tape.call(aten.add.Tensor, flat, 1.0)]).program
+    module = inductor._functional(program)
+    targets = [str(node.target) for node in module.graph.nodes]
+    assert targets.count("_c10d_functional.all_reduce.default") == 2
+    assert "_c10d_functional.all_reduce_.default" not in targets
+    given = [torch.ones(6, 4), torch.arange(24.0) + rank]
+    ours, theirs = ([tensor.clone() for tensor in given] for _ in range(2))
+    torch.testing.assert_close(module(*ours), program.module(*theirs))
+    torch.testing.assert_close(ours, theirs)
+
+
+def a_process_dies_while_it_measures(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """The others, which wait for its part of a sum, name it."""
+    runs = itertools.count()
+
+    def clock(run: Any, runs_: int, restore: Any) -> float:
+        if rank == processes - 1 and next(runs) == 2:
+            os._exit(3)
+        return a_clock(lambda streams: 1.0)(run, runs_, restore)  # type: ignore[no-any-return]
+
+    step, x, y = linear_step(group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "LIMIT_S", 2.0)
+        patch.setattr(selection, "_host_us_alone", clock)
+        with pytest.raises(GroupError, match=f"rank {processes - 1} of process group"):
+            for _ in range(2):
+                step(x, y)
 
 
 # Random programs with collectives
@@ -423,7 +600,7 @@ def random_programs(rank: int, processes: int, group: dist.ProcessGroup) -> None
                 assignment = Assignment("any", 3, order, {op: dice.randrange(3) for op in order})
             schedule = place_releases(graph, synchronize(graph, assignment))
             verify(graph, schedule)
-            agreement.agree_on(graph, schedule)
+            agreement.agree_on(graph, [launch.op for launch in schedule.launches])
             run = uncaptured(lower(program, graph, schedule), "cpu", schedule.streams)
             found = run(*[each.clone() for each in inputs])
             for one, another in zip(found, expected, strict=True):
@@ -477,8 +654,8 @@ def _program(random: random.Random, processes: int, groups: list[str]) -> tuple[
     return tape.case(values[3:]), inputs
 
 
-IN_TWO: dict[str, Callable[[int, int, dist.ProcessGroup], None]] = {
-    each.__name__: each
+IN_TWO: dict[str, Scenario] = {
+    each.__name__: partial(with_fast_streams, each)
     for each in (
         random_programs,
         step_as_ddp,
@@ -491,8 +668,19 @@ IN_TWO: dict[str, Callable[[int, int, dist.ProcessGroup], None]] = {
         other_collectives_are_refused,
         a_step_that_one_process_cannot_capture_is_refused,
         another_process_is_not_there,
+        processes_that_measure_other_times_choose_the_same,
+        costs_that_the_first_has_measured,
+        a_candidate_that_one_process_cannot_build,
+        kernels_that_one_process_cannot_make,
+        collectives_in_a_functional_graph,
     )
 }
-IN_FOUR: dict[str, Callable[[int, int, dist.ProcessGroup], None]] = {
-    each.__name__: each for each in (subgroups_as_ddp, a_process_dies)
+IN_FOUR: dict[str, Scenario] = {
+    each.__name__: partial(with_fast_streams, each)
+    for each in (
+        subgroups_as_ddp,
+        processes_that_measure_other_times_choose_the_same,
+        a_process_dies,
+    )
 }
+IN_THREE: dict[str, Scenario] = {"a_process_dies_while_it_measures": a_process_dies_while_it_measures}

@@ -67,6 +67,7 @@ class Device:
             restore: Any,
             seconds: float = math.inf,
             variants: Any = lambda candidate: (),
+            peers: Any = None,
         ) -> Selection:
             self.variants = list(variants(candidates[-1]))
             if fails and candidates[0].captured:
@@ -145,7 +146,7 @@ class Levels:
         ) -> tuple[Program, tuple[Decision, ...]]:
             return replace(program, level="inductor"), ()
 
-        def planned(program: Program, arguments: Any, bound: Any, options: Options, stopwatch: Any) -> Tuned:
+        def planned(program: Program, arguments: Any, bound: Any, options: Options, *_: Any) -> Tuned:
             self.planned.append((program.level, options.policy))
             name = "sequential" if options.policy == "sequential" else program.level
             if name not in times:
