@@ -30,7 +30,7 @@ from autostream.costs.locality import missed_share
 from autostream.costs.occupancy import busy_share, kernels_of
 from autostream.costs.records import Record
 from autostream.costs.replay_time import replay_us
-from autostream.costs.roofline import cost_of, fill, price
+from autostream.costs.roofline import WAIT, cost_of, fill, price
 from autostream.frontend.settings import numerics
 from autostream.ir import Costs, DeviceProfile, Op, OpCost, OpGraph, Placeholder, Program
 from autostream.runtime.capture import capture
@@ -337,7 +337,7 @@ def _timeable(graph: OpGraph) -> dict[str, Op]:
 def _is_timeable(op: Op, device: str) -> bool:
     """Whether an op can be repeated: a collective needs its peers, and unknown effects must happen only once."""
     capturable = device == "cpu" or not op.uncapturable
-    return op.device == device and capturable and op.orders <= {"rng"}
+    return op.device == device and capturable and op.orders <= {"rng"} and op.target != WAIT
 
 
 def _expected_keys(program: Program, graph: OpGraph) -> dict[str, str]:

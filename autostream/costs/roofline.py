@@ -39,7 +39,7 @@ _COPY_START_US = 2.0
 _LOOKUPS = frozenset({"embedding", "gather", "index", "index_select", "take"})
 """Ops that read only those elements of a table that they return."""
 
-_WAIT = "_c10d_functional.wait_tensor.default"
+WAIT = "_c10d_functional.wait_tensor.default"
 
 _DENSE_FLOPS = 64
 """An op with more FLOPs per result than this is a matrix product or a convolution, computed tile by tile."""
@@ -152,7 +152,7 @@ def _estimate(
 ) -> OpCost:
     if op.group:
         return cost_of(op, profile, collective_us(op, link), "roofline", multiprocessors_of_collective(profile))
-    if (op.device == "cpu" and device != "cpu") or op.target == _WAIT:
+    if (op.device == "cpu" and device != "cpu") or op.target == WAIT:
         return OpCost(0.0, 1 / profile.multiprocessors, 0.0, "roofline")
     if op.crosses:  # a copy engine does it, and the multiprocessors stay free
         bandwidth = profile.peer_bandwidth if op.crosses == "peer" else profile.link_bandwidth

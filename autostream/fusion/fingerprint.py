@@ -28,15 +28,15 @@ from autostream.utils.data import Json
 from autostream.utils.storages import storage_of
 from autostream.version import VERSION
 
-_NAMESPACES = {"aten", "prims"}
+_NAMESPACES = {"aten", "prims", "_c10d_functional"}
 """Namespaces of operators that are the same in every process with this version of PyTorch."""
 
 _KNOWN_META = {
     *("val", "tensor_meta", "stack_trace", "nn_module_stack", "source_fn_stack"),
-    *("torch_fn", "original_aten", "from_node", "seq_nr", "custom"),
+    *("torch_fn", "original_aten", "from_node", "seq_nr", "custom", "eager_input_vals"),
 }
-"""Keys of ``node.meta`` that tracing sets. Kernels depend on ``val``, and may on ``custom``; the others only contribute
-to names of kernels."""
+"""Keys of ``node.meta`` that tracing sets. Kernels depend on ``val``, and may on ``custom``; the others follow from these
+or only contribute to names of kernels."""
 
 
 def fingerprint(program: Program) -> str:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,17 +189,10 @@ def _fused(
     peers: Peers,
 ) -> tuple[Tuned | None, str]:
     """The program in fused kernels, or why not. Errors are not kept, since their tracebacks hold memory."""
-
-    def fuse() -> tuple[Program, Notes]:
-        return fused_here(program, options.inductor_options, arguments, stopwatch)
-
     try:
-        kernels, notes = peers.together("fusing", fuse, failing=FusionError)
-        listings = peers.each("the fused kernels", lambda: _listing(kernels) if peers.group else "")
+        kernels, notes = _kernels(program, arguments, options, stopwatch, peers)
     except FusionError as error:
         return None, str(error)
-    if other := next((rank for rank, listing in enumerate(listings) if listing != listings[0]), 0):
-        return None, f"TorchInductor makes other kernels on rank {other} than on rank 0, and all have to run the same"
     try:
         fused = planned(kernels, options)
         return replace(fused, refusals=(*notes, *fused.refusals)), ""
@@ -208,10 +202,32 @@ def _fused(
         return None, f"TorchInductor's kernels do not run: {first_line(error)}"
 
 
+def _kernels(
+    program: Program, arguments: Sequence[Tensor], options: Options, stopwatch: Stopwatch, peers: Peers
+) -> tuple[Program, Notes]:
+    """The program in fused kernels, the same in all processes.
+
+    Raises:
+        FusionError: it cannot be fused, or not in the same way.
+    """
+    for more in ({}, _SAME_EVERYWHERE):
+        fuse = partial(fused_here, program, {**options.inductor_options, **more}, arguments, stopwatch)
+        kernels, notes = peers.together("fusing", fuse, failing=FusionError)
+        listings = peers.each("the fused kernels", partial(_listing, kernels) if peers.group else str)
+        if len(set(listings)) == 1:
+            return kernels, notes
+    other = next(rank for rank, listing in enumerate(listings) if listing != listings[0])
+    raise FusionError(f"TorchInductor makes other kernels on rank {other} than on rank 0, and all have to run the same")
+
+
+_SAME_EVERYWHERE: Mapping[str, Any] = {"shape_padding": False}
+"""TorchInductor pads a matrix if products then are faster, by the clock of each process."""
+
+
 def _listing(program: Program) -> str:
-    """A digest of a program's calls, in order, by name."""
+    """A digest of a program's calls, in order, with kernels by name, and without the index of its device."""
     calls = [f"{node.name} = {node.target}{node.args}{node.kwargs}" for node in program.module.graph.nodes]
-    return hashlib.sha256("\n".join(calls).encode()).hexdigest()
+    return hashlib.sha256("\n".join(calls).replace(program.device, "").encode()).hexdigest()
 
 
 def _better(planned: Planned, program: Program, fused: Tuned, options: Options) -> Tuned:

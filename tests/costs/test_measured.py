@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autostream.analysis.dependencies import analyze
 from autostream.costs import measured, occupancy
 from autostream.costs.device import profile_named, profile_of
 from autostream.costs.measured import measure
@@ -27,9 +28,11 @@ from autostream.costs.roofline import price
 from autostream.ir import Costs, DeviceProfile, Op, OpGraph, Placeholder, Program, Role, Storage
 from autostream.runtime.restore import Restore
 from autostream.utils.kernels import Kernel
+from tests.analysis.programs import Tape
 from tests.runtime.programs import Case, fused_case, sample
 
 aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
 NOTHING = Restore([])
 
 
@@ -593,3 +596,20 @@ def test_the_states_of_the_gpu_are_left_as_found() -> None:
         assert args[1].count_nonzero().item() == 0
         assert run == 0 or torch.cuda.memory_allocated() <= memory
     torch.rand(3, device="cuda:0")
+
+
+def test_collectives_are_not_run_and_keep_their_estimates() -> None:
+    """Other processes would have to be there; and a wait takes no time, whatever a clock says."""
+    tape = Tape()
+    x = tape.input(2, 3)
+    in_place = tape.call(c10d.all_reduce_.default, tape.call(aten.sin.default, x), "sum", "nobody's")
+    gathered = tape.call(c10d.all_gather_into_tensor.default, x, 2, "nobody's")
+    waited = [tape.call(c10d.wait_tensor.default, started) for started in (in_place, gathered)]
+    last = tape.call(aten.cat.default, [*waited, x])
+    program = tape.case([last]).program
+    graph = analyze(program)
+    costs, _ = _measured(program, graph, [torch.ones(2, 3)])
+    measured = {name for name, cost in costs.items() if cost.source == "measured"}
+    assert measured == {"sin_default", "cat_default"}
+    estimates = price(graph, profile_of("cpu"))
+    assert all(costs[name] == estimates[name] for name in costs.keys() - measured)

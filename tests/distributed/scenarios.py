@@ -389,6 +389,37 @@ def subgroups_as_ddp(rank: int, processes: int, group: dist.ProcessGroup) -> Non
     assert_in_graphs(step, collectives=1)
 
 
+def rows_and_columns(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Sums over two groups, neither of which has all processes: right, by estimates, and the report says why."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    row, column = groups[rank // 2], groups[2 + rank % 2]
+    model = nn.Linear(4, 2).double()
+    nn.init.constant_(model.weight, 0.5)
+    nn.init.constant_(model.bias, 0.0)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @autostream.step(optimizers=[sgd], **STREAMED)
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        for each in (row, column):
+            dist.all_reduce(model.weight.grad, group=each)
+        sgd.step()
+        sgd.zero_grad()
+        return loss
+
+    for count in range(3):
+        expected = [torch.full((3, 4), 1.0 + other + count, dtype=torch.float64) for other in range(processes)]
+        before = model.weight.detach().clone()
+        gradients = [torch.autograd.grad(model(x).square().mean(), model.weight)[0] for x in expected]
+        step(expected[rank])
+        torch.testing.assert_close(model.weight.detach(), before - 0.1 * torch.stack(gradients).sum(0))
+        dist.broadcast(model.bias.detach(), 0)
+    (report,) = step.reports
+    assert any(each.choice == "not measured" and "several process groups" in each.reason for each in report.refusals)
+    assert len(report.graph.collectives) == 2
+
+
 def a_process_dies(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """The last process ends between two steps; the others name it."""
     model = nn.Linear(4, 2).double()
@@ -679,6 +710,7 @@ IN_FOUR: dict[str, Scenario] = {
     each.__name__: partial(with_fast_streams, each)
     for each in (
         subgroups_as_ddp,
+        rows_and_columns,
         processes_that_measure_other_times_choose_the_same,
         a_process_dies,
     )

@@ -1,9 +1,13 @@
-"""Collectives of NCCL in CUDA graphs: in a group of one on one GPU, and between two GPUs where there are two."""
+"""Collectives of NCCL in CUDA graphs, between ATen's ops and between fused kernels.
+
+In a group of one on one GPU, and between two GPUs where there are two.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import autostream
+from autostream.reporting.report import Report
 from tests.distributed.processes import outcomes
 
 pytestmark = pytest.mark.gpu
@@ -35,13 +40,17 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 8)).cuda()
 
 
-def compared_with_ddp(rank: int, group: dist.ProcessGroup) -> None:
-    """Ten steps with clipping in one CUDA graph, beside DistributedDataParallel."""
+LEVELS = {"eager": "aten", "inductor": "inductor"}
+
+
+def compared_with_ddp(rank: int, group: dist.ProcessGroup, kernels: str) -> Report:
+    """Ten steps with clipping in one CUDA graph, beside DistributedDataParallel; their report."""
     torch.manual_seed(0)
     model = mlp()
     other = DistributedDataParallel(copy.deepcopy(model), device_ids=[rank], process_group=group)
     sgds = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (model, other)]
-    step = autostream.train_step(model, sgds[0], nn.MSELoss(), max_norm=1.0, data_parallel=group, **STREAMED)
+    options: dict[str, Any] = {"max_norm": 1.0, "kernels": kernels, **STREAMED}
+    step = autostream.train_step(model, sgds[0], nn.MSELoss(), data_parallel=group, **options)
     generator = torch.Generator("cuda").manual_seed(rank)
     for _ in range(10):
         x, y = (torch.randn(32, size, device="cuda", generator=generator) for size in (64, 8))
@@ -54,13 +63,19 @@ def compared_with_ddp(rank: int, group: dist.ProcessGroup) -> None:
     for one, another in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one, another, rtol=1e-3, atol=1e-5)
     (report,) = step.reports
-    assert report.mode == "cuda graph", report.refusals
-    schedule = report.chosen.schedule
-    assert {name for name, at in schedule.stream_of.items() if at == schedule.streams - 1} == report.graph.collectives
+    assert (report.mode, report.level) == ("cuda graph", LEVELS[kernels]), report.refusals
+    assert len(report.graph.collectives) == 2
+    for schedule in (candidate.schedule for candidate in report.candidates if candidate.schedule.streams > 1):
+        last = schedule.streams - 1
+        assert {name for name, at in schedule.stream_of.items() if at == last} == report.graph.collectives
+    assert all(candidate.measured_us for candidate in report.candidates if not candidate.refusal)
+    return report
 
 
-def test_a_group_of_one_trains_as_ddp_in_one_cuda_graph(group: dist.ProcessGroup) -> None:
-    compared_with_ddp(0, group)
+@pytest.mark.parametrize("kernels", LEVELS)
+def test_a_group_of_one_trains_as_ddp_in_one_cuda_graph(kernels: str, group: dist.ProcessGroup) -> None:
+    report = compared_with_ddp(0, group, kernels)
+    assert {cost.source for cost in report.costs.values()} == {"measured", "roofline"}
 
 
 def test_a_step_with_reductions_of_its_own_is_replayed(group: dist.ProcessGroup) -> None:
@@ -91,11 +106,17 @@ def test_a_step_with_reductions_of_its_own_is_replayed(group: dist.ProcessGroup)
     assert len(report.graph.collectives) == 6  # type: ignore[union-attr]
 
 
-def on_two_gpus(rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    compared_with_ddp(rank, group)
+def on_two_gpus(kernels: str, rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Both choose the same schedule, by the same times."""
+    report = compared_with_ddp(rank, group, kernels)
+    chosen: list[object] = [None] * processes
+    dist.all_gather_object(chosen, (report.chosen, report.costs), group=group)
+    assert chosen[0] == chosen[1]
 
 
 def test_two_gpus_train_as_ddp() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("there are not two GPUs")
-    assert outcomes({"on_two_gpus": on_two_gpus}, 2, backend="nccl") == {"on_two_gpus": ["", ""]}
+    scenarios = {kernels: partial(on_two_gpus, kernels) for kernels in LEVELS}
+    found = outcomes(scenarios, 2, backend="nccl")
+    assert found == {kernels: ["", ""] for kernels in LEVELS}, "\n".join(found["eager"] + found["inductor"])
