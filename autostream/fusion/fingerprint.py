@@ -35,8 +35,8 @@ _KNOWN_META = {
     *("val", "tensor_meta", "stack_trace", "nn_module_stack", "source_fn_stack"),
     *("torch_fn", "original_aten", "from_node", "seq_nr", "custom", "eager_input_vals"),
 }
-"""Keys of ``node.meta`` that tracing sets. Kernels depend on ``val``, and may on ``custom``; the others follow from these
-or only contribute to names of kernels."""
+"""Keys of ``node.meta`` that tracing sets. Kernels depend on ``val``, and may on ``custom``; the others follow from
+these, or only contribute to names of kernels."""
 
 
 def fingerprint(program: Program) -> str:

@@ -1,0 +1,214 @@
+"""Data-parallel training: `train_step(data_parallel=)` beside DistributedDataParallel, one process for each GPU.
+
+    python -m benchmarks.data_parallel --world 2 --out benchmarks/results/latest
+    torchrun --nproc-per-node 2 -m benchmarks.data_parallel --out benchmarks/results/latest
+
+`alone` is the step without collectives on one GPU, and `all_reduce` are the sums of all its buckets, one after another
+with nothing beside them. What of these the step does not hide, its exposed share, is (autostream - alone) / all_reduce.
+In a group of one, autostream / alone says what NCCL costs. All processes run each mode equally often, in interleaved
+rounds; a round takes as long as on the slowest of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch.nn.parallel import DistributedDataParallel
+
+from autostream.errors import first_line
+from autostream.explaining import reports_of
+from autostream.frontend.data_parallel import buckets
+from benchmarks.harness.training import TrainingSubject, eager, scheduled
+from benchmarks.stamp import RESULTS, save, stamp
+from benchmarks.zoo import TRAINING, prepare_training
+
+BATCHES = {"train_encoder6": 16, "train_resnet50": 32}
+"""Workloads, and the part of a batch that each process has."""
+
+ROUNDS = 9
+WARM_UP = 3
+"""Steps before the rounds: the first may compile, and DistributedDataParallel makes its buckets anew after one."""
+
+RUNS = {"cuda": 20, "cpu": 2}
+"""Steps in a round."""
+
+MINUTES = 4
+"""How long a process waits for another one: some compile longer."""
+
+Step = Callable[[], object]
+Mode = Callable[[TrainingSubject, dist.ProcessGroup], Callable[..., object]]
+
+
+def alone(subject: TrainingSubject, group: dist.ProcessGroup) -> Callable[..., object]:
+    """``autostream.train_step`` of this process's part alone."""
+    return scheduled(subject)
+
+
+def autostream(subject: TrainingSubject, group: dist.ProcessGroup) -> Callable[..., object]:
+    """``autostream.train_step(data_parallel=group)``."""
+    return scheduled(subject, data_parallel=group)
+
+
+def ddp(subject: TrainingSubject, group: dist.ProcessGroup) -> Callable[..., object]:
+    """The eager step of a model in ``DistributedDataParallel``."""
+    return eager(replace(subject, model=_wrapped(subject, group)))
+
+
+def ddp_compiled(subject: TrainingSubject, group: dist.ProcessGroup) -> Callable[..., object]:
+    """The same, compiled by ``torch.compile``."""
+    return eager(replace(subject, model=torch.compile(_wrapped(subject, group), dynamic=False)))  # type: ignore[arg-type]
+
+
+def all_reduce(subject: TrainingSubject, group: dist.ProcessGroup) -> Callable[..., object]:
+    """The sums of the step's buckets alone."""
+    parameters = [each for each in subject.model.parameters() if each.requires_grad]
+    flat = [torch.cat([torch.zeros_like(parameters[at]).flatten() for at in each]) for each in buckets(parameters)]
+
+    def run(*_: object) -> None:
+        for work in [dist.all_reduce(each, group=group, async_op=True) for each in flat]:
+            work.wait()
+
+    return run
+
+
+MODES: Mapping[str, Mode] = {mode.__name__: mode for mode in (alone, autostream, ddp, ddp_compiled, all_reduce)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, save and print the results; without ``torchrun``, start it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.data_parallel", description=__doc__.splitlines()[0])
+    parser.add_argument("--world", type=int, default=2, help="number of processes (default: %(default)s)")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="NCCL or gloo (default: %(default)s)")
+    parser.add_argument("--workloads", nargs="+", choices=TRAINING, default=[*BATCHES], metavar="NAME")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES], metavar="MODE")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="(default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON and the table")
+    options = parser.parse_args(argv)
+    if "RANK" not in os.environ:
+        if options.device == "cuda" and torch.cuda.device_count() < options.world:
+            parser.error(f"there are {torch.cuda.device_count()} GPUs here for {options.world} processes")
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.world}"]
+        given = sys.argv[1:] if argv is None else argv
+        return subprocess.run(
+            [sys.executable, *launcher, "-m", "benchmarks.data_parallel", *given], check=False
+        ).returncode
+    device = torch.device(options.device if options.device == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=MINUTES))
+    result: dict[str, Any] = {"schema": 1, "stamp": stamp(), "world": dist.get_world_size(), "rows": []}
+    for name in options.workloads:
+        result["rows"].append(row(name, options.modes, device, options.rounds))
+        if dist.get_rank() == 0:  # after each, since a later one may be cut off
+            save(f"data_parallel-{result['world']}", result, table(result["rows"]), options.out)
+    dist.destroy_process_group()
+    return 0
+
+
+def row(name: str, modes: Sequence[str], device: torch.device, rounds: int) -> dict[str, Any]:
+    """Median µs of a step by mode; what autostream chose; and the reasons of modes that failed.
+
+    Every process of the default group has to call this.
+    """
+    steps: dict[str, Step] = {}
+    failed: dict[str, str] = {}
+    schedules: dict[str, str] = {}
+    batch, dtype = BATCHES.get(name, 4), torch.bfloat16 if device.type == "cuda" else torch.float32
+    for mode in modes:
+        subject = prepare_training(TRAINING[name], batch, "adamw", device, dtype)
+        assert dist.group.WORLD is not None
+        try:
+            step = MODES[mode](subject, dist.group.WORLD)
+            for _ in range(WARM_UP):
+                step(*subject.data)
+        except Exception as error:  # torch.compile fails in all processes or in none
+            failed[mode] = first_line(error)
+            continue
+        steps[mode] = _call(step, subject.data)
+        if reports := reports_of(step):
+            schedules[mode] = _described(reports[0])
+    times = [{mode: _us(step, device) for mode, step in steps.items()} for _ in range(1 + rounds)]
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, times[1:])
+    slowest = {mode: [max(each[mode] for each in turn) for turn in zip(*of_all, strict=True)] for mode in steps}
+    us = {mode: round(median(values), 2) for mode, values in slowest.items()}
+    return {"workload": name, "batch": batch, "us": us, "schedules": schedules, "failed": failed}
+
+
+def exposed_share(us: Mapping[str, float]) -> float | None:
+    """The share of the sums that a step does not hide, by the times of its modes.
+
+    Example:
+        >>> exposed_share({"alone": 900.0, "autostream": 910.0, "all_reduce": 100.0})
+        0.1
+    """
+    if not us.keys() >= {"alone", "autostream", "all_reduce"}:
+        return None
+    return (us["autostream"] - us["alone"]) / us["all_reduce"]
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each workload: µs by mode, and what follows."""
+    lines = []
+    for each in rows:
+        us, share = each["us"], exposed_share(each["us"])
+        cells = [f"{us[mode]:,.0f}" if mode in us else "failed" if mode in each["failed"] else "" for mode in MODES]
+        over = [f"{us[mode] / us['autostream']:.2f}×" if {mode, "autostream"} <= us.keys() else "" for mode in _OVER]
+        costs = f"{us['autostream'] / us['alone'] - 1:+.1%}" if {"alone", "autostream"} <= us.keys() else ""
+        lines.append([each["workload"], each["batch"], *cells, *over, costs, "" if share is None else f"{share:.0%}"])
+    names = [mode.replace("_", " ") for mode in MODES]
+    over = [f"over {mode.replace('_', ' ')}" for mode in _OVER]
+    headers = ["workload", "batch", *(f"{name}, µs" for name in names), *over, "over alone", "exposed"]
+    aligned = ("left", *["right"] * (len(headers) - 1))
+    return tabulate(lines, headers, tablefmt="github", colalign=aligned, disable_numparse=True)
+
+
+_OVER = ("ddp", "ddp_compiled")
+
+
+def _wrapped(subject: TrainingSubject, group: dist.ProcessGroup) -> DistributedDataParallel:
+    return DistributedDataParallel(subject.model, process_group=group)
+
+
+def _call(step: Callable[..., object], data: Sequence[object]) -> Step:
+    return lambda: step(*data)
+
+
+def _us(step: Step, device: torch.device) -> float:
+    """The µs of a step, back to back, the same number of them in each process; they begin together."""
+    runs = RUNS[device.type]
+    dist.barrier()
+    _finish(device)
+    start = time.perf_counter()
+    for _ in range(runs):
+        step()
+    _finish(device)
+    return (time.perf_counter() - start) / runs * 1e6
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _described(report: Any) -> str:
+    """What runs, and how much of the sums is hidden as predicted."""
+    streams = report.chosen.schedule.streams if report.chosen else 0
+    return f"{report.mode}, {report.level} kernels, {streams} streams"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
