@@ -354,10 +354,17 @@ def _timer(
 
     (once_us,) = peers.slowest("the time of a run", once)
     runs = max(1, min(_MAX_RUNS, round(_ROUND_US[torch.device(device).type] / once_us)))
-    if not restore.spans:
-        return lambda: clock(run, runs)
-    alone = _host_us_alone if device == "cpu" else partial(_device_us_alone, device)
-    return lambda: alone(run, runs, restore)
+    timed = partial(clock, run, runs)
+    if restore.spans:
+        timed = partial(_host_us_alone if device == "cpu" else partial(_device_us_alone, device), run, runs, restore)
+    if not peers.group:
+        return timed
+
+    def in_step() -> float:
+        restored()  # its collectives wait for the process that comes last
+        return timed()
+
+    return in_step
 
 
 def _host_us(run: Callable[[], object], runs: int) -> float:
