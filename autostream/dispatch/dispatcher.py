@@ -40,7 +40,7 @@ from autostream.errors import AutostreamError, FastPathError, OptionError, Targe
 from autostream.frontend.aten import drop_weak_references, mode_of
 from autostream.frontend.autograd import differentiable
 from autostream.frontend.capture import Capture, capture
-from autostream.frontend.eager_only import exporting, has_torchscript, traced_by_fx, unusual_call, unusual_tensor
+from autostream.frontend.eager_only import exporting, traced_by_fx, unusual_call, unusual_model, unusual_tensor
 from autostream.frontend.inputs import aliases_of, described, names_of
 from autostream.frontend.modules import name_of
 from autostream.frontend.saved_tensors import hooks_are_set
@@ -441,8 +441,7 @@ class Dispatcher(OptimizedCallable):
         check_level(options.kernels, [tensor for tensor in tensors if isinstance(tensor, Tensor)])
         if any(map(is_lazy, model.parameters())):
             return _LAZY
-        if has_torchscript(model):
-            reason = "TorchScript cannot be captured: use the module that it was made from"
+        if reason := unusual_model(model):
             return self._refused(label, TraceError(reason))
         try:
             captured = capture(model, args, kwargs)

@@ -42,7 +42,7 @@ from autostream.errors import (
 from autostream.frontend.batches import detached
 from autostream.frontend.capture import Capture
 from autostream.frontend.data_parallel import DataParallel
-from autostream.frontend.eager_only import has_torchscript, unusual_call, unusual_tensor
+from autostream.frontend.eager_only import unusual_call, unusual_model, unusual_tensor
 from autostream.frontend.inputs import aliases_of, described
 from autostream.frontend.optimizers import Hyperparameters, groups_of, obstacle
 from autostream.frontend.parameters import have_hooks, have_no_gradients, parameters_of, state_of
@@ -461,9 +461,7 @@ def _uncapturable(modules: nn.Module) -> str:
         )
     if any(isinstance(value, OptimizedCallable) for part in parts for value in vars(part).values()):
         return "it, or a part of it, is optimized already: give the model itself, and optimize no part of it"
-    if has_torchscript(modules):
-        return "TorchScript cannot be captured: use the module that it was made from"
-    return ""
+    return unusual_model(modules)
 
 
 class Entry:

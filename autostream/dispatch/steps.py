@@ -15,6 +15,7 @@ from autostream.errors import TargetError
 from autostream.frontend.averages import check_average, follow
 from autostream.frontend.batches import Batch, detached, loss_in, parts_of, summed
 from autostream.frontend.data_parallel import DataParallel
+from autostream.frontend.eager_only import is_fully_sharded
 from autostream.frontend.losses import Loss, modules_in
 from autostream.frontend.modules import name_of
 from autostream.frontend.optimizers import has_own_zero_grad
@@ -67,6 +68,8 @@ class Step:
         Raises:
             TargetError: one does not.
         """
+        if is_fully_sharded(self.modules):
+            return  # it may have gathered parameters now
         if foreign_parameters(self.optimizer, self.modules.parameters()):
             modules = (self.modules, *modules_in(self.loss.loss_fn))
             parameters = chain.from_iterable(module.parameters() for module in modules)

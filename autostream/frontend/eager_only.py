@@ -1,11 +1,13 @@
 """Which calls stay eager: those for which a captured graph would not do what the model does.
 
-Modes that observe single ops, function transforms, unusual tensors, TorchScript, and callers that are tracing.
+Modes that observe single ops, function transforms, unusual tensors, TorchScript, models that are sharded over
+processes, and callers that are tracing.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Sequence
 from traceback import walk_stack
 
@@ -92,6 +94,34 @@ _ANOMALIES = "anomaly detection looks for NaN behind each op of a backward, and 
 def has_torchscript(model: nn.Module) -> bool:
     """Whether a module or one of its submodules is TorchScript."""
     return any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+
+
+def unusual_model(model: nn.Module) -> str:
+    """Why no graph computes what a model does; or ``""``.
+
+    Example:
+        >>> unusual_model(nn.Linear(2, 2))
+        ''
+    """
+    if has_torchscript(model):
+        return "TorchScript cannot be captured: use the module that it was made from"
+    if is_fully_sharded(model):
+        return f"fully_shard gathers its parameters by hooks, {_SHARDED}"
+    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    name = next((name for name, parameter in model.named_parameters() if isinstance(parameter, sharded)), "")
+    return f"{name} is a DTensor, which sums and gathers op by op, {_SHARDED}" if name else ""
+
+
+_SHARDED = "and what it communicates is in none of autostream's graphs"
+
+
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on a module or on one of its submodules.
+
+    Its parameters are others after a forward than before: shards, or what was gathered from them.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return any(isinstance(module, kind) for module in model.modules())
 
 
 def unusual_tensor(tensors: Sequence[Tensor]) -> str:

@@ -17,6 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -389,6 +392,43 @@ def subgroups_as_ddp(rank: int, processes: int, group: dist.ProcessGroup) -> Non
     assert_in_graphs(step, collectives=1)
 
 
+def _mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).double()
+
+
+def _fully_sharded(model: nn.Module, mesh: Any) -> None:
+    fully_shard(model, mesh=mesh)
+
+
+def _tensor_parallel(model: nn.Module, mesh: Any) -> None:
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def sharded_models_run_as_they_are(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """FSDP2 and tensor parallel: calls and steps are right, and the report says why they are in no graph."""
+    mesh = init_device_mesh("cpu", (processes,))
+    for shard, reason in ((_fully_sharded, "fully_shard"), (_tensor_parallel, "0.weight is a DTensor")):
+        model, whole = _mlp(), _mlp()
+        shard(model, mesh)
+        fast = autostream.optimize(model, **STREAMED)
+        sgds = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
+        step = autostream.train_step(model, sgds[0], nn.MSELoss(), **STREAMED)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            x, y = torch.randn(2, 4, 8, generator=generator, dtype=torch.float64)
+            with torch.no_grad():
+                torch.testing.assert_close(fast(x), whole(x))
+            sgds[1].zero_grad()
+            loss = F.mse_loss(whole(x), y)
+            loss.backward()
+            sgds[1].step()
+            torch.testing.assert_close(step(x, y), loss.detach())
+        for report in (*fast.reports, *step.reports):
+            assert report.mode == "plain"
+            assert any(reason in each.reason for each in report.refusals), report.refusals
+
+
 def rows_and_columns(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """Sums over two groups, neither of which has all processes: right, by estimates, and the report says why."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
@@ -704,6 +744,7 @@ IN_TWO: dict[str, Scenario] = {
         a_candidate_that_one_process_cannot_build,
         kernels_that_one_process_cannot_make,
         collectives_in_a_functional_graph,
+        sharded_models_run_as_they_are,
     )
 }
 IN_FOUR: dict[str, Scenario] = {
