@@ -55,6 +55,7 @@ class Choice:
         refusals: why it is nothing better, for reports.
 
     Example:
+        >>> from autostream.ir import Launch
         >>> Choice("aten", Schedule("sequential", 1, (Launch("relu", 0),)), 9.5, "2026-01-31 12:00 UTC").level
         'aten'
     """
