@@ -1,6 +1,7 @@
 """Process groups of ``torch.distributed`` by name, as ops of a graph have them.
 
-Private to PyTorch (seen in 2.11 and 2.13): ``_resolve_process_group``. A name that it does not know has no group here.
+Private to PyTorch (seen in 2.11 and 2.13): ``_resolve_process_group``, and the number of collectives that a group has
+launched. A name that the former does not know has no group here.
 """
 
 from __future__ import annotations
@@ -44,3 +45,16 @@ def ranks_of(name: str) -> frozenset[int]:
     """
     group = group_named(name)
     return frozenset() if group is None else frozenset(dist.get_process_group_ranks(group))
+
+
+def launched_in(name: str) -> int:
+    """How many collectives this process has launched in a group, captured ones too; -1 if that is not known.
+
+    Example:
+        >>> launched_in("nobody's")
+        -1
+    """
+    try:
+        return int(group_named(name)._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):
+        return -1

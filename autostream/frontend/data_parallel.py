@@ -38,10 +38,12 @@ class DataParallel:
     Attributes:
         group: its name, as ops of a graph have it.
         processes: how many it has.
+        averages_itself: whether the group's collectives can average: nothing else has to divide.
     """
 
     group: str
     processes: int
+    averages_itself: bool = False
 
     def averages(self, gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
         """The averages of gradients over all processes, laid out like their parameters, in new memory.
@@ -52,9 +54,12 @@ class DataParallel:
         """
         filled, sums = buckets(parameters), []
         for bucket in filled:
-            # A term is divided before it is added, as DistributedDataParallel does: sums of float16 might overflow.
-            flat = torch.cat([_flat(gradients[at], parameters[at]) for at in bucket]).mul_(1.0 / self.processes)
-            sums.append(torch.ops._c10d_functional.all_reduce_(flat, "sum", self.group))
+            flat = torch.cat([_flat(gradients[at], parameters[at]) for at in bucket])
+            if not self.averages_itself:
+                # A term is divided before it is added, as DistributedDataParallel does: sums of float16 might overflow.
+                flat.mul_(1.0 / self.processes)
+            reduction = "avg" if self.averages_itself else "sum"
+            sums.append(torch.ops._c10d_functional.all_reduce_(flat, reduction, self.group))
         found: dict[int, Tensor] = {}
         for bucket, summed in zip(filled, sums, strict=True):
             parts = torch.ops._c10d_functional.wait_tensor(summed).split([parameters[at].numel() for at in bucket])
@@ -137,7 +142,7 @@ def data_parallel_of(group: object) -> DataParallel:
             f"data_parallel takes a process group in which this process is, not {group!r}: call "
             "torch.distributed.init_process_group and give torch.distributed.group.WORLD"
         )
-    return DataParallel(group.group_name, group.size())
+    return DataParallel(group.group_name, group.size(), averages_itself=dist.get_backend(group) == "nccl")
 
 
 def share(group: dist.ProcessGroup, tensors: Iterable[Tensor]) -> None:

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from autostream.analysis.effects import group_of
-from autostream.analysis.process_groups import group_named, processes_in, ranks_of
+from autostream.analysis.process_groups import group_named, launched_in, processes_in, ranks_of
 from autostream.errors import AutostreamError, GroupError, first_line
 from autostream.ir import OpGraph, Program
 from autostream.scheduling.communication import first_difference, sequence
@@ -54,7 +54,8 @@ class Peers:
 
         Raises:
             AutostreamError: it has raised in some process, whose rank the message names.
-            GroupError: a process is somewhere else, or has not come in time.
+            GroupError: a process is somewhere else, or has not come in time; or it has raised between collectives that
+                others have launched.
         """
         if not self.group:
             return [do()]
@@ -65,11 +66,14 @@ class Peers:
             raise
         except Exception as error:
             fault, cause = first_line(error), error
-        told = _exchange(self.group, [what], (fault, result))
-        for rank, (fault, _) in enumerate(told):
+        told = _exchange(self.group, [what], (fault, result, launched_in(self.group)))
+        for rank, (fault, *_) in enumerate(told):
             if fault:
-                raise failing(f"on rank {rank} of process group {self.group!r}: {fault}") from cause
-        return [value for _, value in told]
+                reason = f"on rank {rank} of process group {self.group!r}: {fault}"
+                if len({launched for *_, launched in told}) > 1:  # the next ones would meet the wrong ones
+                    raise GroupError(f"{reason}, with other collectives launched than elsewhere: {_OVER}") from cause
+                raise failing(reason) from cause
+        return [value for _, value, _ in told]
 
     def first(self, what: str, do: Callable[[], Result], kind: Any) -> Result:
         """What a function returns in the first process, which alone calls it; of a type that JSON can have."""
@@ -91,6 +95,8 @@ class Peers:
         """The longest of each of these times: processes that communicate wait for the slowest."""
         return [max(of_all) for of_all in zip(*self.each(what, times), strict=True)]
 
+
+_OVER = "the group cannot go on, start its processes again"
 
 ALONE = Peers()
 

@@ -577,6 +577,24 @@ def a_candidate_that_one_process_cannot_build(rank: int, processes: int, group: 
     assert "there is no room" in refused
 
 
+def a_candidate_that_fails_between_collectives(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """One process has launched a collective more than the other when it fails: nothing can be right any more."""
+    build = selection.build
+
+    def fails(program: Any, graph: Any, candidate: Any, *rest: Any) -> Any:
+        if rank == 1 and candidate.schedule.streams > 1:
+            dist.all_reduce(torch.ones(1), group=group, async_op=True)
+            raise CaptureError("there is no room")
+        return build(program, graph, candidate, *rest)
+
+    step, x, y = linear_step(group)
+    step(x, y)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "build", fails)
+        with pytest.raises(GroupError, match=r"on rank 1 of process group .* there is no room, with other"):
+            step(x, y)
+
+
 def kernels_that_one_process_cannot_make(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """One fails to fuse, or makes other kernels: all run ATen's ops, and say why."""
     tape = Tape()
@@ -742,6 +760,7 @@ IN_TWO: dict[str, Scenario] = {
         processes_that_measure_other_times_choose_the_same,
         costs_that_the_first_has_measured,
         a_candidate_that_one_process_cannot_build,
+        a_candidate_that_fails_between_collectives,
         kernels_that_one_process_cannot_make,
         collectives_in_a_functional_graph,
         sharded_models_run_as_they_are,
