@@ -56,7 +56,7 @@ class CaptureError(AutostreamError):
 
 
 class GroupError(AutostreamError):
-    """Processes of a group would not launch the same collectives; the message names the rank and the difference."""
+    """Processes of a group would not launch the same collectives, or one is gone; the message names the rank."""
 
 
 class MismatchError(AutostreamError):

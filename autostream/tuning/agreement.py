@@ -66,14 +66,19 @@ class Peers:
             raise
         except Exception as error:
             fault, cause = first_line(error), error
-        told = _exchange(self.group, [what], (fault, result, launched_in(self.group)))
-        for rank, (fault, *_) in enumerate(told):
-            if fault:
-                reason = f"on rank {rank} of process group {self.group!r}: {fault}"
-                if len({launched for *_, launched in told}) > 1:  # the next ones would meet the wrong ones
-                    raise GroupError(f"{reason}, with other collectives launched than elsewhere: {_OVER}") from cause
-                raise failing(reason) from cause
-        return [value for _, value, _ in told]
+        try:
+            told = _exchange(self.group, [what], (fault, result, launched_in(self.group)))
+            for rank, (fault, *_) in enumerate(told):
+                if fault:
+                    reason = f"on rank {rank} of process group {self.group!r}: {fault}"
+                    if len({launched for *_, launched in told}) > 1:  # the next ones would meet the wrong ones
+                        raise GroupError(
+                            f"{reason}, with other collectives launched than elsewhere: {_OVER}"
+                        ) from cause
+                    raise failing(reason) from cause
+            return [value for _, value, _ in told]
+        finally:
+            cause = None  # its traceback has this frame, and what it was out of memory for
 
     def first(self, what: str, do: Callable[[], Result], kind: Any) -> Result:
         """What a function returns in the first process, which alone calls it; of a type that JSON can have."""
