@@ -413,6 +413,11 @@ class TrainStep:
             self._step.zero_gradients()
             return self._step.complete(*self._step.differentiate(batch))
 
+    def over(self, group: ProcessGroup | None) -> TrainStep:
+        """The same step, whose gradients are averaged over this group, or over none."""
+        model, optimizer, loss_fn, options = self._parts
+        return TrainStep(model, optimizer, loss_fn, replace(options, data_parallel=group))
+
     def plan(
         self, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None = None
     ) -> tuple[Program, Report]:

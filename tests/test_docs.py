@@ -81,7 +81,11 @@ def test_commands_are_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, comm
         return
     monkeypatch.chdir(tmp_path)
     layers = nn.Sequential(*(nn.Linear(1, 1) for _ in range(8)))
-    monkeypatch.setattr(planning, "prepare", lambda *_, **__: (layers, (torch.ones(1),)))
+    made: Any = (layers, (torch.ones(1),))
+    if getattr(arguments, "world", None):  # of a training step
+        step = autostream.train_step(layers, torch.optim.SGD(layers.parameters()), nn.MSELoss())
+        made = (step, (torch.ones(1), torch.ones(1)))
+    monkeypatch.setattr(planning, "prepare", lambda *_, **__: made)
     for form in ("code", "before-after", "svg"):  # of what was traced, or by a program that need not be here
         monkeypatch.setitem(planning._TABLES, form, lambda *_: "")
     monkeypatch.setattr(pipeline, "plan", lambda *_: REPORT)

@@ -20,7 +20,7 @@ FLOORS = {
     1: {"scheduling"},
     2: {"frontend", "fusion", "analysis", "costs", "runtime", "reporting"},
     3: {"pipeline", "tuning", "dispatch"},
-    4: {"api", "explaining", "backend", "training", "parallel", "prefetching", "splitting"},
+    4: {"api", "explaining", "backend", "training", "parallel", "prefetching", "scaling", "splitting"},
     5: {"cli", "__main__", "__init__"},
 }
 """Rooms by floor; a room is a package or a module of its own."""

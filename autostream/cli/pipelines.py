@@ -25,7 +25,8 @@ PIPELINE = (
     argument(
         "--interconnect",
         metavar="NAME",
-        help=f"{' or '.join(NAMES)}: what joins the devices of the pipeline (default: {NAMES[0]}, in one machine)",
+        help=f"""{" or ".join(NAMES)}: what joins the devices (default: {NAMES[0]}, in one machine, for a pipeline, and
+each for --world)""",
     ),
 )
 """Arguments of a pipeline."""
@@ -43,11 +44,16 @@ def planned(
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuse arguments of a pipeline without its number of stages.
+    """Refuse arguments of several devices without their number.
 
     Raises:
         OptionError: which one it is.
     """
-    for name in ("microbatches", "interconnect"):
-        if arguments.stages is None and getattr(arguments, name) is not None:
-            raise OptionError(f"--{name} is of a pipeline: say over how many devices, as in --stages 4")
+    if arguments.stages is not None:
+        if arguments.world is not None:
+            raise OptionError("--stages plans a pipeline, and --world data-parallel processes: ask for one of them")
+        return
+    if arguments.microbatches is not None:
+        raise OptionError("--microbatches is of a pipeline: say over how many devices, as in --stages 4")
+    if arguments.interconnect is not None and arguments.world is None:
+        raise OptionError("--interconnect is of several devices: say how many, as in --stages 4 or --world 8")

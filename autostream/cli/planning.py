@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from autostream import pipeline
-from autostream.cli import pipelines, zoo
+from autostream.cli import pipelines, scaling, zoo
 from autostream.cli.arguments import how_many, names, whole
 from autostream.cli.command import Argument, Command, argument
 from autostream.cli.pipelines import PIPELINE
+from autostream.cli.scaling import WORLD
 from autostream.cli.shared import DISABLED, JSON, PLANNING, TARGET
 from autostream.cli.targets import Step, parse_device, parse_input, prepare
 from autostream.cli.terminal import message, progress, require_writable, show
@@ -31,6 +32,7 @@ from autostream.costs.measured import METHOD
 from autostream.costs.records import check_context
 from autostream.dispatch.dispatcher import Dispatcher
 from autostream.errors import TargetError, TraceError
+from autostream.frontend.fake_processes import fake_processes
 from autostream.frontend.trial import check_call
 from autostream.ir import DeviceProfile, Program
 from autostream.options import Options
@@ -67,16 +69,23 @@ def _run(arguments: argparse.Namespace, formats: dict[str, Format], *, runs: boo
 
 def _run_schedule(arguments: argparse.Namespace) -> int:
     pipelines.check(arguments)
-    if arguments.stages is None:
+    if arguments.stages is None and arguments.world is None:
         return _run(arguments, _ANSWERS)
     require_writable(arguments.out)
+    options = _options(arguments)
     device, profile = _planned_for(arguments.device)
-    with progress(f"planning {arguments.target}"), redirect_stdout(sys.stderr), _quiet_torch():
-        inputs = [parse_input(text) for text in arguments.input]
+    inputs = [parse_input(text) for text in arguments.input]
+    processes = nullcontext() if arguments.world is None else fake_processes(arguments.world)
+    with progress(f"planning {arguments.target}"), redirect_stdout(sys.stderr), _quiet_torch(), processes as group:
         model, args = prepare(arguments.target, inputs, device, zoo_model=zoo.uncalibrated)
-        if not isinstance(model, nn.Module):
-            raise TargetError(f"{arguments.target} is a training step: a pipeline is planned of its model")
-        shown = pipelines.planned(arguments, model, args, profile)
+        if isinstance(model, nn.Module):
+            if group is not None:
+                raise TargetError(f"{arguments.target} is a model: --world plans a training step, (step, batch)")
+            shown = pipelines.planned(arguments, model, args, profile)
+        else:
+            if group is None:
+                raise TargetError(f"{arguments.target} is a training step: a pipeline is planned of its model")
+            shown = scaling.planned(arguments, model, args, options, profile, group)
     show(shown, arguments.out, report=arguments.form == "text")
     return 0
 
@@ -92,6 +101,10 @@ def _run_watched(arguments: argparse.Namespace, render: Callable[[Report], str])
     return 0
 
 
+def _options(arguments: argparse.Namespace) -> Options:
+    return Options.parse({name: getattr(arguments, name) for name in _OPTIONS})
+
+
 def _selection(arguments: argparse.Namespace) -> Selection:
     """The selection of ops from the arguments that the command has."""
     chosen = {name: value for name, value in vars(arguments).items() if name in Selection.__dataclass_fields__}
@@ -100,7 +113,7 @@ def _selection(arguments: argparse.Namespace) -> Selection:
 
 def _planned(arguments: argparse.Namespace, runs: bool) -> Plan:
     """The model and its plan; with ``runs``, on a GPU of this machine, it is optimized and measured."""
-    options = Options.parse({name: getattr(arguments, name) for name in _OPTIONS})
+    options = _options(arguments)
     device, profile = _planned_for(arguments.device)
     inputs = [parse_input(text) for text in arguments.input]
     here = runs and device.type == "cuda"
@@ -252,7 +265,7 @@ each of PyTorch's schedules, how long they would wait, what they would hold, and
 
 {TARGET}""",
     "schedule googlenet --input 1x3x224x224:float16 --device h100",
-    [*PLANNING, *PIPELINE, *_choosing(10, "10"), JSON],
+    [*PLANNING, *PIPELINE, WORLD, *_choosing(10, "10"), JSON],
     _run_schedule,
 )
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from autostream.dispatch.step_graphs import Done, StepGraphs, plan_step
 from autostream.errors import TargetError
-from autostream.frontend.data_parallel import DataParallel
+from autostream.frontend.data_parallel import DataParallel, data_parallel_of
 from autostream.frontend.losses import modules_in
 from autostream.frontend.optimizers import note_step
 from autostream.frontend.parameters import stateless
@@ -59,7 +60,7 @@ class StepFunction:
         data_parallel: DataParallel | None = None,
     ) -> None:
         self._function, self._optimizers = function, tuple(optimizers)
-        self._data_parallel, self._averaged = data_parallel, set[int]()
+        self._options, self._data_parallel, self._averaged = options, data_parallel, set[int]()
         update_wrapper(self, function)
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._stateless: list[frozenset[int]] = [frozenset() for _ in optimizers]
@@ -125,6 +126,11 @@ class StepFunction:
         averaging = parallel.averaging(self._optimizers, self._averaged) if parallel else nullcontext()
         with torch.enable_grad(), averaging:
             return map_tensors(Tensor.detach, self._function(*args, **kwargs))
+
+    def over(self, group: ProcessGroup | None) -> StepFunction:
+        """The same step, whose gradients are averaged over this group, or over none."""
+        parallel = None if group is None else data_parallel_of(group)
+        return StepFunction(self._function, self._optimizers, self._options, parallel)
 
     def plan(
         self, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None = None

@@ -172,7 +172,7 @@ def explanation_of(report: Report, numbers: Summary | None) -> Explanation | Non
         parts = break_down(graph, explained.schedule, costs, profile, captured=explained.captured)
     return Explanation(
         gains=tuple(_gains(report, chosen)),
-        spread=_spread(chosen, alone, costs, profile),
+        spread=spread_of(chosen, alone, costs, profile),
         ceilings=ceilings,
         explained=named(explained.schedule) if explained else None,
         ideal_us=parts.ideal_us if parts else None,
@@ -201,10 +201,17 @@ def _gains(report: Report, chosen: Candidate) -> Iterator[Gain]:
                 yield Gain(against, other_us / own_us, own_us, other_us, measured)
 
 
-def _spread(chosen: Candidate, alone: Schedule, costs: Costs, profile: DeviceProfile) -> Spread | None:
-    """By simulation with all costs scaled alike: errors of estimates are systematic and do not cancel out.
+def spread_of(chosen: Candidate, alone: Schedule, costs: Costs, profile: DeviceProfile) -> Spread | None:
+    """The range of a prediction; ``None`` where the schedule was measured.
 
-    Edges of a profile that was not measured here are estimates as well.
+    By simulation with all costs scaled alike: errors of estimates are systematic and do not cancel out. Edges of a
+    profile that was not measured here are estimates as well.
+
+    Args:
+        chosen: what is predicted.
+        alone: the same ops on one stream.
+        costs: of the ops.
+        profile: of the device.
     """
     if chosen.measured_us is not None or not costs:
         return None

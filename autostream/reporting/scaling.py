@@ -1,0 +1,92 @@
+"""A data-parallel step over many processes as text and JSON: its time, and how much of it is communication."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from autostream.reporting.tables import count, pairs, size, table, us
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A predicted step of one of many processes, over one interconnect.
+
+    Attributes:
+        interconnect: what the processes communicate over.
+        step_us: time of the step, µs.
+        range_us: the least and the largest, given the error of the estimates.
+        communication_us: time of all collectives together, µs.
+        exposed_us: how long collectives run and nothing else does, µs.
+        efficiency: time of the step in one process, without collectives, by the time of this step.
+        efficiency_range: the least and the largest, if collectives alone take longer or shorter by that error.
+        streams: of the schedule.
+    """
+
+    interconnect: str
+    step_us: float
+    range_us: tuple[float, float]
+    communication_us: float
+    exposed_us: float
+    efficiency: float
+    efficiency_range: tuple[float, float]
+    streams: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """A step as it would run in each of many processes.
+
+    Attributes:
+        step: its name.
+        device: of each process.
+        processes: how many.
+        alone_us: time of the step in one process, without collectives, µs.
+        collectives: how many a step has.
+        message_bytes: of these together.
+        error: the relative error of the estimates.
+        runs: for each interconnect.
+    """
+
+    step: str
+    device: str
+    processes: int
+    alone_us: float
+    collectives: int
+    message_bytes: int
+    error: float
+    runs: Sequence[Scaled]
+
+
+def render(scaling: Scaling) -> str:
+    """The step, then a table with a row for each interconnect."""
+    error = f"{scaling.error:.0%}"
+    summary = [
+        ("step", scaling.step),
+        ("processes", f"{scaling.processes}, each with {scaling.device} and a batch of its own"),
+        ("alone", f"{us(scaling.alone_us)}: one process, without collectives"),
+        ("collectives", f"{count(scaling.collectives, 'collective')} of {size(scaling.message_bytes)} together"),
+        ("uncertain", f"times of steps if all estimates are off by {error}, efficiencies if collectives alone are"),
+    ]
+    rows = [
+        (
+            run.interconnect,
+            us(run.step_us),
+            f"{run.range_us[0]:,.1f} to {us(run.range_us[1])}",
+            us(run.communication_us),
+            us(run.exposed_us),
+            f"{run.efficiency:.1%}",
+            f"{run.efficiency_range[0]:.1%} to {run.efficiency_range[1]:.1%}",
+            str(run.streams),
+        )
+        for run in scaling.runs
+    ]
+    head = ("interconnect", "step", "range", "communication", "exposed", "efficiency", "its range", "streams")
+    right = "step range communication exposed efficiency its streams"
+    return "\n\n".join([pairs(summary), table("A step, by what joins the processes", head, rows, right=right)])
+
+
+def to_json(scaling: Scaling) -> str:
+    """All of it, as JSON."""
+    return json.dumps(asdict(scaling), indent=1, allow_nan=False)

@@ -1,0 +1,118 @@
+"""Dry runs at scale: a training step in each of many data-parallel processes, none of which is there.
+
+step ──over one process────▶ plan ──▶ time alone ───────────────────────────────╮
+step ──over N processes────▶ plan ──▶ price for each interconnect ──▶ schedule ─┴▶ step, exposed, efficiency
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch.distributed import ProcessGroup
+
+from autostream.costs.interconnects import LOOPBACK, NAMES, Interconnect, interconnect_of
+from autostream.costs.roofline import price
+from autostream.dispatch.step_functions import StepFunction
+from autostream.ir import Candidate, Costs, DeviceProfile, OpGraph
+from autostream.options import Options
+from autostream.reporting.explanation import ERRORS, spread_of
+from autostream.reporting.report import Report
+from autostream.reporting.scaling import Scaled, Scaling
+from autostream.scheduling.communication import exposed_us
+from autostream.scheduling.policies.sequential import one_stream
+from autostream.scheduling.simulate import run_us, simulate
+from autostream.training import TrainStep
+from autostream.tuning.candidates import Priced, best_of, candidates_for
+from autostream.utils.stopwatch import Stopwatch
+
+
+def scaled(
+    step: StepFunction | TrainStep,
+    batch: tuple[object, ...],
+    options: Options,
+    profile: DeviceProfile | None,
+    group: ProcessGroup,
+    interconnects: Sequence[str] | None = None,
+) -> Scaling:
+    """What a step would take in each process of a group; all have a batch like this one.
+
+    Args:
+        step: the step. What it averages its gradients over is replaced by the group.
+        batch: its arguments. It runs eagerly, in this process, to make the state of optimizers.
+        options: how to schedule.
+        profile: as for :func:`autostream.pipeline.plan`.
+        group: of any size: :func:`~autostream.frontend.fake_processes.fake_processes` makes one.
+        interconnects: what the processes communicate over; by default, each that is known.
+
+    Raises:
+        OptionError: see :func:`autostream.pipeline.plan`; or there is no such interconnect.
+        TraceError: no graph computes the whole step.
+    """
+    _, alone = step.over(None).plan(batch, options, profile)
+    _, report = step.over(group).plan(batch, options, profile)
+    graph, of_device, chosen = report.graph, report.profile, report.chosen
+    assert graph is not None
+    assert of_device is not None
+    assert chosen is not None
+    alone_us = _alone_us(alone)
+    runs = []
+    for link in _links(of_device, interconnects, graph.device):
+        costs = price(graph, of_device, link)
+        candidates = candidates_for(Priced(graph, of_device, costs, ()), options, chosen.captured, Stopwatch())
+        runs.append(_run(link, best_of(candidates), graph, costs, of_device, alone_us))
+    return Scaling(
+        step=report.model,
+        device=of_device.name,
+        processes=group.size(),
+        alone_us=alone_us,
+        collectives=len(graph.collectives),
+        message_bytes=sum(max(op.bytes_read, op.bytes_written) for op in map(graph.ops.get, graph.collectives) if op),
+        error=ERRORS["roofline"],
+        runs=tuple(runs),
+    )
+
+
+def _alone_us(report: Report) -> float:
+    """The time of a planned step; a collective that its user has written costs nothing."""
+    assert report.graph is not None
+    assert report.chosen is not None
+    assert report.profile is not None
+    costs = _communicating(report.costs, report.graph, 0.0)
+    return run_us(report.chosen.schedule, costs, report.profile, captured=report.chosen.captured)
+
+
+def _links(profile: DeviceProfile, names: Sequence[str] | None, device: str) -> list[Interconnect]:
+    if names is None and device == "cpu":
+        return [LOOPBACK]
+    return [interconnect_of(profile, name) for name in names or NAMES]
+
+
+def _run(
+    link: Interconnect, chosen: Candidate, graph: OpGraph, costs: Costs, profile: DeviceProfile, alone_us: float
+) -> Scaled:
+    schedule, captured = chosen.schedule, chosen.captured
+    spread = spread_of(chosen, one_stream(graph), costs, profile)
+    steps_us = [
+        run_us(schedule, _communicating(costs, graph, times), profile, captured=captured)
+        for times in (1.0, 1 + ERRORS["roofline"], 1 - ERRORS["roofline"])
+    ]
+    efficiencies = [alone_us / step_us for step_us in steps_us]
+    return Scaled(
+        interconnect=link.name,
+        step_us=steps_us[0],
+        range_us=(steps_us[0], steps_us[0]) if spread is None else spread.us,
+        communication_us=sum(costs[name].duration_us for name in graph.collectives),
+        exposed_us=exposed_us(simulate(schedule, costs, profile, captured=captured), graph),
+        efficiency=efficiencies[0],
+        efficiency_range=(min(efficiencies), max(efficiencies)),
+        streams=schedule.streams,
+    )
+
+
+def _communicating(costs: Costs, graph: OpGraph, times: float) -> Costs:
+    """The costs, with collectives that take so many times as long."""
+    return {
+        name: replace(cost, duration_us=cost.duration_us * times) if name in graph.collectives else cost
+        for name, cost in costs.items()
+    }

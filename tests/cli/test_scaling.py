@@ -1,0 +1,123 @@
+"""``autostream schedule --world``, as its users meet it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autostream import cli
+from tests.cli.calls import error_of
+
+SOURCE = """
+import autostream
+import torch
+from torch import nn
+
+def layers():
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+
+def model():
+    return layers(), (torch.ones(8, 512),)
+
+def trained():
+    model = layers()
+    adamw = torch.optim.AdamW(model.parameters())
+    return autostream.train_step(model, adamw, nn.MSELoss()), (torch.ones(64, 512), torch.ones(64, 512))
+
+def written(group=None):
+    model = layers()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @autostream.step(optimizers=[sgd], data_parallel=group)
+    def update(x):
+        sgd.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+        return loss
+
+    return update, (torch.ones(4096, 512),)
+
+def parallel():
+    return written(torch.distributed.group.WORLD)
+"""
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "steps.py").write_text(SOURCE)
+
+
+def planned(capsys: pytest.CaptureFixture[str], step: str, *argv: str) -> dict[str, Any]:
+    assert cli.main(["schedule", f"steps.py:{step}", "--json", *argv]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_more_processes_and_slower_links_are_less_efficient(capsys: pytest.CaptureFixture[str]) -> None:
+    efficiencies = []
+    for world in (8, 64):
+        data = planned(capsys, "trained", "--device", "h200", "--world", str(world), "--memory-budget", "inf")
+        assert (data["device"], data["processes"]) == ("NVIDIA H200", world)
+        # 6 weights of 1 MiB each, the first bucket with the last of them alone.
+        assert data["collectives"] == 2
+        assert data["message_bytes"] == 6 * (MIB + 512 * 4)
+        assert [run["interconnect"] for run in data["runs"]] == ["nvlink", "infiniband"]
+        for run in data["runs"]:
+            assert 0 <= run["exposed_us"] <= run["communication_us"]
+            assert run["efficiency"] == pytest.approx(data["alone_us"] / run["step_us"])
+            for value, (low, high) in (("step_us", run["range_us"]), ("efficiency", run["efficiency_range"])):
+                assert low <= run[value] <= high
+        efficiencies += [run["efficiency"] for run in data["runs"]]
+    of_8, network_of_8, of_64, network_of_64 = efficiencies
+    assert 1 > of_8 > of_64 > network_of_64
+    assert of_8 > network_of_8 > network_of_64
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("step", ["written", "parallel"])
+def test_steps_may_name_the_processes_or_not(capsys: pytest.CaptureFixture[str], step: str) -> None:
+    data = planned(capsys, step, "--device", "h200", "--world", "8", "--interconnect", "infiniband")
+    assert data["collectives"] == 2
+    assert [run["interconnect"] for run in data["runs"]] == ["infiniband"]
+
+
+def test_processes_on_this_machines_cpu_talk_over_its_loopback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["schedule", "steps.py:trained", "--device", "cpu", "--world", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "2 collectives of 6.3 MB together" in said
+    assert "\nloopback " in said
+    assert "off by 35%" in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["model", "--world", "8"], "steps.py:model is a model: --world plans a training step, (step, batch)"),
+        (["trained", "--stages", "2", "--world", "8"], "--stages plans a pipeline, and --world data-parallel"),
+        (["trained", "--interconnect", "nvlink"], "say how many, as in --stages 4 or --world 8"),
+        (["trained", "--world", "8", "--interconnect", "rings"], "interconnect='rings' is not allowed"),
+        (["trained", "--world", "0"], "world=0 is not allowed: use a whole number of processes from 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
+    step, *more = argv
+    assert said in error_of(capsys, "schedule", f"steps.py:{step}", "--device", "h200", *more)
+
+
+def test_a_version_without_fake_processes_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
+    assert "this version of PyTorch plans for no processes: " in error_of(
+        capsys, "schedule", "steps.py:trained", "--world", "8"
+    )
