@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 
 from autostream.dispatch.admission import Admission
-from autostream.dispatch.optimized_callable import OptimizedCallable
+from autostream.dispatch.optimized_callable import SharingCallable
 from autostream.dispatch.paranoid import compared
 from autostream.dispatch.scheduled_program import Label, ModelContext, NoSchedule, ScheduledProgram
 from autostream.errors import OptionError, TraceError, first_line
@@ -48,7 +48,7 @@ InputNames = Sequence[tuple[Role, str]]
 """The role and the name of each input of a graph."""
 
 
-class CompiledGraph(OptimizedCallable):
+class CompiledGraph(SharingCallable):
     """A graph that runs with a schedule of its own for each signature.
 
     Args:
@@ -132,7 +132,7 @@ class CompiledGraph(OptimizedCallable):
         has_attributes = any(node.op == "get_attr" for node in module.graph.nodes)
         return not has_attributes and list(names) == self._names and self._module.code == module.code
 
-    def share_outputs(self, values: Sequence[Any], indices: frozenset[int]) -> frozenset[int]:
+    def share_outputs(self, values: Sequence[Any], indices: frozenset[int], *, aliased: bool = False) -> frozenset[int]:
         """Return the outputs with these indices from now on where the CUDA graph computes them, without a copy.
 
         The next replay overwrites them. No other model's graphs may be in its memory pool.
@@ -140,13 +140,14 @@ class CompiledGraph(OptimizedCallable):
         Args:
             values: inputs of the signature that this is for.
             indices: of outputs.
+            aliased: whether several of them may share memory.
 
         Returns:
             The indices of the outputs that are shared.
         """
         signature = self.signature(values)
         scheduled = None if signature is None else signature.scheduled
-        return frozenset() if scheduled is None else scheduled.share_outputs(indices)
+        return frozenset() if scheduled is None else scheduled.share_outputs(indices, aliased=aliased)
 
     def run_eagerly(self, *values: Any) -> Sequence[Any]:
         """Run the graph op by op."""
@@ -295,7 +296,9 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def section(context: ModelContext, model: str, module: GraphModule, bound: frozenset[int]) -> CompiledGraph:
+def section(
+    context: ModelContext, model: str, module: GraphModule, bound: frozenset[int], *, alone: bool = False
+) -> CompiledGraph:
     """Compile a section of a program, which is not cut again.
 
     Args:
@@ -303,7 +306,10 @@ def section(context: ModelContext, model: str, module: GraphModule, bound: froze
         model: its name.
         module: the section.
         bound: the positions of its inputs whose addresses stay the same.
+        alone: whether it has a memory pool of its own, so that later sections may read its results there.
     """
+    if alone:
+        context = replace(context, pools=GraphPools())
     count = len(module.graph.find_nodes(op="placeholder"))
     names = [(Role.BUFFER if at in bound else Role.INPUT, str(at)) for at in range(count)]
     return CompiledGraph(module, names, model, context, may_cut=False)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from torch.fx import GraphModule
 
@@ -24,5 +24,31 @@ class OptimizedCallable(ABC):
         """A report for each signature."""
 
 
-MakeSection = Callable[[GraphModule, frozenset[int]], OptimizedCallable]
-"""Compiles a graph, given the positions of its inputs that keep their addresses from call to call."""
+class SharingCallable(OptimizedCallable):
+    """Runs a part of a model, and may leave results in the memory where a CUDA graph computes them."""
+
+    @abstractmethod
+    def share_outputs(self, values: Sequence[Any], indices: frozenset[int], *, aliased: bool = False) -> frozenset[int]:
+        """Return outputs without a copy from now on, where that can be; the next call overwrites them.
+
+        Args:
+            values: inputs like those of the calls that this is for.
+            indices: of outputs.
+            aliased: whether several of them may share memory.
+
+        Returns:
+            The indices of the outputs that are shared.
+        """
+
+
+class MakeSection(Protocol):
+    """Compiles a part of a program."""
+
+    def __call__(self, module: GraphModule, bound: frozenset[int], *, alone: bool = False) -> SharingCallable:
+        """Compile a graph.
+
+        Args:
+            module: the graph.
+            bound: the positions of its inputs that keep their addresses from call to call.
+            alone: whether it has a memory pool of its own.
+        """

@@ -165,10 +165,14 @@ class ScheduledProgram:
         """The CUDA graph of the latest call, if it reads tensors at these addresses."""
         return self._execution.latest(arguments) if isinstance(self._execution, GraphsByAddress) else None
 
-    def share_outputs(self, indices: frozenset[int]) -> frozenset[int]:
+    def share_outputs(self, indices: frozenset[int], *, aliased: bool = False) -> frozenset[int]:
         """Return the outputs with these indices without a copy from now on, if a CUDA graph computes them.
 
         The next replay overwrites them. No other graphs may be in its memory pool.
+
+        Args:
+            indices: of outputs.
+            aliased: whether several of them may share memory.
 
         Returns:
             The indices of the outputs that are shared.
@@ -176,7 +180,7 @@ class ScheduledProgram:
         graph = self.captured
         if graph is None:
             return frozenset()
-        graph.share_outputs(indices)
+        graph.share_outputs(indices, aliased=aliased)
         return graph.shared
 
     @property

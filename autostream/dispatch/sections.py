@@ -23,12 +23,13 @@ from torch import Tensor, nn
 
 from autostream.analysis.argument_views import argument_views
 from autostream.analysis.dependencies import analyze
-from autostream.dispatch.optimized_callable import MakeSection, OptimizedCallable
+from autostream.dispatch.optimized_callable import MakeSection, SharingCallable
 from autostream.ir import OpGraph, Program
 from autostream.options import Options
 from autostream.pipeline import capture_refusals, planned, price_program, versions
 from autostream.reporting.report import Report
-from autostream.runtime.cutting import split_program
+from autostream.runtime.cutting import Section, split_program
+from autostream.runtime.lower import storages_of
 from autostream.runtime.restore import undone
 from autostream.runtime.runs import uncaptured
 from autostream.runtime.static_inputs import Output
@@ -59,7 +60,8 @@ def sections_of(
         return None
     with stopwatch("analyze"), collector.paused():
         graph = analyze(program)
-        parts = cut(graph) if program.peers or capture_refusals(graph) else ()
+        durations = _durations_us(program, options) if program.peers else {}
+        parts = cut(graph, durations) if program.peers or capture_refusals(graph) else ()
     if not parts or (len(parts) == 1 and not program.peers):  # one graph needs no copies between sections
         return None
     return Sections(program, graph, parts, bound, options, make_section)
@@ -94,13 +96,14 @@ class Sections:
         self.graph, self.module = graph, whole.module
         self._program, self._bound = program, bound
         self._refusals = capture_refusals(graph)
-        running = copy.copy(whole.module)
+        running, staying = copy.copy(whole.module), set[str]()
+        kept = _kept(program, whole.sections) if program.peers else frozenset()
         self._reports: list[Callable[[], tuple[Report, ...]]] = []
         for section in whole.sections:
             if section.captured:
-                compiled = make_section(section.program.module, section.bound)
-                setattr(running, section.name, _Called(compiled))
-                self._reports.append(partial(getattr, compiled, "reports"))
+                called = _Called(section, make_section, kept, staying)
+                setattr(running, section.name, called)
+                self._reports.append(called.reports)
             else:
                 where = "beside the part before" if section.beside else "between sections"
                 self._reports.append(partial(tuple, [_plain_report(section.program, where, options)]))
@@ -157,14 +160,54 @@ _ON_HOST = "what follows uses a tensor in the host's memory that changes in a ca
 
 
 class _Called(nn.Module):
-    """A compiled section as a module, to be a submodule of the program's."""
+    """A section as a module, to be a submodule of the program's. It is compiled when it is called first.
 
-    def __init__(self, run: OptimizedCallable) -> None:
+    Args:
+        section: the section.
+        make: compiles it.
+        kept: the names of values that may stay where a section computes them.
+        staying: those that do, by the sections before; this one adds its own.
+    """
+
+    def __init__(self, section: Section, make: MakeSection, kept: frozenset[str], staying: set[str]) -> None:
         super().__init__()
-        self._run = run
+        self._section, self._make, self._kept, self._staying = section, make, kept, staying
+        self._run: SharingCallable | None = None
 
     def forward(self, *values: Any) -> Any:
-        return self._run(*values)
+        return (self._run or self._made(values))(*values)
+
+    def reports(self) -> tuple[Report, ...]:
+        """Of the compiled section."""
+        return () if self._run is None else self._run.reports
+
+    def _made(self, values: Sequence[Any]) -> SharingCallable:
+        program, names = self._section.program, [each.name for each in self._section.program.placeholders]
+        bound = self._section.bound | {at for at, name in enumerate(names) if name in self._staying}
+        keeps = frozenset(at for at, name in enumerate(program.outputs) if name in self._kept)
+        self._run = run = self._make(program.module, frozenset(bound), alone=bool(keeps))
+        if keeps:
+            shared = run.share_outputs(values, keeps, aliased=True)
+            self._staying.update(program.outputs[at] for at in shared)
+        return run
+
+
+def _kept(program: Program, sections: Sequence[Section]) -> frozenset[str]:
+    """The values that captured sections read where others have computed them, and that the program does not return.
+
+    A copy of each activation from a forward to its backward would take as long as to compute many of them.
+    """
+    nodes = {node.name: node for node in program.module.graph.nodes}
+    returned = {storage for name in program.outputs for storage in storages_of(nodes[name])}
+    made = {name for section in sections if section.captured for name in section.program.outputs}
+    read = {each.name for section in sections if section.captured for each in section.program.placeholders}
+    return frozenset(name for name in made & read if returned.isdisjoint(storages_of(nodes[name])))
+
+
+def _durations_us(program: Program, options: Options) -> dict[str, float]:
+    """Estimates for each op, µs; all devices count as the first."""
+    costs = price_program(program, options, Stopwatch()).costs
+    return {name: cost.duration_us for name, cost in costs.items()}
 
 
 def _plain_report(program: Program, where: str, options: Options) -> Report:

@@ -386,6 +386,8 @@ def update(
 ) -> None:
     """Run an optimizer's step on other tensors than its own, without reading a tensor's value on the host.
 
+    The parameters of each device are updated for themselves, with a copy of the numbers.
+
     Args:
         optimizer: the optimizer; it does not change.
         groups: the hyperparameters, with an :class:`Input` for each that is one.
@@ -405,6 +407,21 @@ def update(
         >>> weight
         tensor([0.9000, 0.9000])
     """
+    for device in dict.fromkeys(parameter.device for parameter in chain.from_iterable(parameters)):
+        own = [[parameter for parameter in group if parameter.device == device] for group in parameters]
+        here = {parameter: values for parameter, values in state.items() if parameter.device == device}
+        _update(optimizer, groups, numbers.to(device), own, here, None if skipped is None else skipped.to(device))
+
+
+def _update(
+    optimizer: Optimizer,
+    groups: Sequence[Group],
+    numbers: Tensor,
+    parameters: Sequence[Sequence[Tensor]],
+    state: State,
+    skipped: Tensor | None,
+) -> None:
+    """The same for the parameters of one device."""
     updated = [parameter for parameter in chain.from_iterable(parameters) if parameter.grad is not None]
     written = [] if skipped is None else [t for each in updated for t in (each, *state.get(each, {}).values())]
     before = [tensor.detach().clone() for tensor in written]
@@ -428,7 +445,7 @@ def update(
                 values["step"].copy_(widened[parameter]["step"])
         if skipped is not None:
             for tensor, old in zip(written, before, strict=True):
-                tensor.copy_(torch.where(skipped.to(tensor.device) != 0, old, tensor))
+                tensor.copy_(torch.where(skipped != 0, old, tensor))
 
 
 @contextmanager

@@ -164,9 +164,9 @@ class CapturedGraph:
         self._unmoved = SameLayout([tensors[index] for index in self.bound]).unmoved
         self._graph, outputs = _captured(run, tensors, device, self.pool, restore)
         self._makers = output_makers(outputs, tensors)
-        self._shareable = shareable(outputs, tensors)
+        own = shareable(outputs, tensors, frozenset(range(len(outputs))))
         # Other outputs may be views of bound tensors, which must not be kept alive.
-        self._outputs = [output if at in self._shareable else None for at, output in enumerate(outputs)]
+        self._outputs = [output if at in own else None for at, output in enumerate(outputs)]
         self.shared = frozenset[int]()
         self._copy_out = copier_out(self._outputs, self._makers, self.shared)
         storages = set(map(storage_of, tensors))
@@ -195,17 +195,21 @@ class CapturedGraph:
         """
         same = self._run, tensors, self._is_bound, self.written, self.device
         again = CapturedGraph(*same, random=self._random, restore=restore, pool=pool)
-        again.share_outputs(self.shared)
+        again.share_outputs(self.shared, aliased=True)
         if any(tensors[at] is static for at, static in self.static.items()):
             again._origin = self._origin  # the stream that allocated them, whichever of the two graphs lives longer
         return again
 
-    def share_outputs(self, indices: frozenset[int]) -> None:
+    def share_outputs(self, indices: frozenset[int], *, aliased: bool = False) -> None:
         """From now on, return these outputs in the graph's memory without a copy, if no other tensor shares theirs.
 
         The next call of a graph in the same pool may overwrite them; with a pool of its own, the next replay does.
+
+        Args:
+            indices: of outputs.
+            aliased: whether several of them may share memory.
         """
-        shared = indices & self._shareable
+        shared = indices & shareable(self._outputs, (), indices if aliased else frozenset())
         if shared != self.shared:
             self.shared, self._copy_out = shared, copier_out(self._outputs, self._makers, shared)
 

@@ -226,16 +226,27 @@ def output_makers(outputs: Sequence[Output], static: Sequence[Tensor]) -> list[M
     return plan
 
 
-def shareable(outputs: Sequence[Output], static: Sequence[Tensor]) -> frozenset[int]:
-    """The indices of outputs that share memory with no argument and no other output.
+def shareable(
+    outputs: Sequence[Output], static: Sequence[Tensor], together: frozenset[int] = frozenset()
+) -> frozenset[int]:
+    """The indices of outputs that share memory with no argument and no other output, or, of some, only with these.
+
+    Args:
+        outputs: of a run.
+        static: its arguments.
+        together: the indices of outputs that may share memory with each other.
 
     Example:
         >>> x, alone, whole = torch.ones(2), torch.ones(2), torch.ones(2)
         >>> sorted(shareable([alone, x, whole, whole[:1], None], [x]))
         [0]
+        >>> sorted(shareable([alone, x, whole, whole[:1], None], [x], frozenset({2, 3})))
+        [0, 2, 3]
     """
     keys = [None if output is None else storage_of(output) for output in outputs]
-    owners = Counter(chain(keys, map(storage_of, static)))
+    # Those of one storage that are returned together count as one.
+    users = {(key, -1 if at in together else at) for at, key in enumerate(keys) if key is not None}
+    owners = Counter(chain((key for key, _ in users), map(storage_of, static)))
     return frozenset(at for at, key in enumerate(keys) if key is not None and owners[key] == 1)
 
 

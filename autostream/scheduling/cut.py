@@ -47,13 +47,15 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import groupby
+from types import MappingProxyType
 from typing import NamedTuple
 
 from autostream.ir import Op, OpGraph, Role, Storage
+from autostream.scheduling.turns import turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +78,15 @@ class Part:
         return self.device != ""
 
 
-def cut(graph: OpGraph) -> tuple[Part, ...]:
+def cut(graph: OpGraph, duration_us: Mapping[str, float] = MappingProxyType({})) -> tuple[Part, ...]:
     """Cut a program at the ops that a CUDA graph cannot hold, and into those of each device.
 
-    Takes O(V log V + E + P S) steps for V ops, E dependencies, P parts and S storages.
+    Takes O(V log V + E + P S) steps for V ops, E dependencies, P parts and S storages; where devices take turns, the
+    square of the number of turns besides.
 
     Args:
         graph: the ops; those with a reason in ``uncapturable`` are in no captured part.
+        duration_us: of ops on several devices, by name, µs; by default all take as long.
 
     Returns:
         Parts in the order in which they run. Each op is in one of them; one on the host that computes from literals
@@ -101,7 +105,11 @@ def cut(graph: OpGraph) -> tuple[Part, ...]:
     others = [at for at, op in enumerate(graph.ops) if op not in set(literals)]
     parts = [
         (priority, part if _is_worth_a_graph(graph, part) else replace(part, device=""))
-        for priority, part in _parts_by_kind(graph, others, _kinds(graph, others, eager))
+        for priority, part in (
+            _turns(graph, others, duration_us)
+            if _take_turns(graph, others, eager)
+            else _parts_by_kind(graph, others, _kinds(graph, others, eager))
+        )
     ]
     if not any(part.captured for _, part in parts):
         return ()
@@ -241,6 +249,32 @@ def _parts_by_kind(
         device = "" if kind.priority is _Priority.PEER_COPY else kind.device
         parts.append((kind.priority, Part(tuple(names[at] for at in sorted(taken)), device)))
     return parts
+
+
+def _take_turns(graph: OpGraph, positions: Sequence[int], eager: Container[str]) -> bool:
+    """Whether copies between devices are all that runs eagerly, and all by which ops of one wait for another's."""
+    ops = [*graph.ops.values()]
+    copies = {at for at in positions if ops[at].crosses == "peer"}
+    return (
+        bool(copies)
+        and all((ops[at].name in eager) == (at in copies) for at in positions)
+        and all(
+            ops[before].device == ops[at].device or not copies.isdisjoint((before, at))
+            for at in positions
+            for before in graph.predecessors[at]
+            if ops[before].device != "cpu"
+        )
+    )
+
+
+def _turns(
+    graph: OpGraph, positions: Sequence[int], duration_us: Mapping[str, float]
+) -> Iterator[tuple[_Priority, Part]]:
+    """A part for each turn of a device, and of copies between devices."""
+    ops = [*graph.ops.values()]
+    for turn in turns(graph, positions, duration_us):
+        first, names = ops[turn[0]], tuple(ops[at].name for at in turn)
+        yield _Priority.OTHER, Part(names, "" if first.crosses else first.device)
 
 
 def _next_kind(ready: Mapping[_Kind, Sequence[tuple[int, int]]]) -> _Kind:

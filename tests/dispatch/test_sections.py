@@ -310,6 +310,7 @@ def test_a_program_over_two_devices_that_is_not_cut_runs_eagerly(
         return placed(program), constants
 
     monkeypatch.setattr(compiled_graph, "program_of", over_two_devices)
+    monkeypatch.setattr("autostream.pipeline.profile_here", lambda device: (profile_named("h200"), ()))
     plain = Model(lambda s, x: moved(x.sin()) @ s.far, far=nn.Parameter(t(4, 4)))
     run = Dispatcher(plain, Options(**options))
     same(run(t(4, 4)), plain(t(4, 4)))

@@ -134,8 +134,8 @@ def test_an_op_that_uses_a_literal_which_changes_or_is_returned_runs_eagerly() -
         # cuda:0   a ── b ─────── f      d is on a device that waits, so b comes after it, and the copy B after b
         #           ╲            ╱
         # cuda:1     C ─ d ─ B ─
-        pytest.param("a-b a-C C-d d-B b-f B-f", "", "Cd", "CB", "[a] C (d) [b] B [f]", id="a device waits"),
-        pytest.param("b-f C-d d-B B-f", "bCdBf", "Cd", "CB", "C (d) [b] B [f]", id="a copy to an idle device"),
+        pytest.param("a-b a-C C-d d-B b-f B-f", "", "Cd", "CB", "[a] C [b] (d) B [f]", id="a device waits"),
+        pytest.param("b-f C-d d-B B-f", "bCdBf", "Cd", "CB", "C [b] (d) B [f]", id="a copy to an idle device"),
         pytest.param("a-X X-b b-Y Y-c d-e", "", "de", "", "[a] (de) X [b] Y [c]", id="the host waits last"),
     ],
 )
