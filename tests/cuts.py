@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -113,3 +113,46 @@ def let_be_placed(monkeypatch: pytest.MonkeyPatch) -> None:
         return Sections(program, graph, cut_everything(graph), bound, options, make_section)
 
     monkeypatch.setattr("autostream.dispatch.scheduled_program.sections_of", sections_of)
+
+
+def placed_by_dtype(program: Program) -> Program:
+    """A program of the CPU as one on two devices: float64 is on the first, float32 on the second.
+
+    So a cast is a copy between devices, in a forward as in a backward. Numbers are where they are used.
+    """
+    nodes, devices = [*program.module.graph.nodes], {torch.float64: DEVICES[0], torch.float32: DEVICES[1]}
+
+    def place(node: fx.Node, neighbours: Iterable[fx.Node], places: Callable[[Tensor], bool]) -> None:
+        near = [str(tensor.device) for each in neighbours for tensor in tensors_in(value_of(each)) if tensor.dim()]
+        for value in tensors_in(value_of(node)):
+            assert isinstance(value, FakeTensor)
+            if places(value):
+                value.fake_device = torch.device(next(iter(near), DEVICES[0]))
+
+    def is_number(value: Tensor) -> bool:
+        return value.dtype is torch.float64 and not value.dim()
+
+    for node in nodes:
+        place(node, node.all_input_nodes, lambda value: value.dtype not in devices)
+        for value in tensors_in(value_of(node)):
+            if value.dtype in devices:
+                value.fake_device = torch.device(devices[value.dtype])  # type: ignore[attr-defined]
+    for node in reversed(nodes):
+        place(node, node.users, is_number)
+    return replace(program, device=DEVICES[0], peers=DEVICES[1:])
+
+
+def let_be_placed_by_dtype(monkeypatch: pytest.MonkeyPatch) -> list[Sections]:
+    """Cut programs on the CPU as if they were on two devices, by dtype; returns what is made."""
+    made: list[Sections] = []
+
+    def sections_of(program: Program, bound: Any, options: Any, make_section: Any, stopwatch: Any) -> Sections:
+        graph = analyze(placed_by_dtype(program))
+        ops = {n: replace(o, uncapturable=o.uncapturable if o.crosses else "") for n, o in graph.ops.items()}
+        graph = replace(graph, ops=ops)
+        several = replace(program, peers=("cpu",))  # whose generators can be saved
+        made.append(Sections(several, graph, cut_everything(graph), bound, options, make_section))
+        return made[-1]
+
+    monkeypatch.setattr("autostream.dispatch.scheduled_program.sections_of", sections_of)
+    return made

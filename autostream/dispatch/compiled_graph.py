@@ -297,7 +297,7 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def section(
-    context: ModelContext, model: str, module: GraphModule, bound: frozenset[int], *, alone: bool = False
+    context: ModelContext, model: str, module: GraphModule, bound: frozenset[int], *, alone: bool = False, of: int = 1
 ) -> CompiledGraph:
     """Compile a section of a program, which is not cut again.
 
@@ -307,7 +307,10 @@ def section(
         module: the section.
         bound: the positions of its inputs whose addresses stay the same.
         alone: whether it has a memory pool of its own, so that later sections may read its results there.
+        of: how many sections share the seconds of tuning.
     """
+    options = replace(context.options, tuning_seconds=context.options.tuning_seconds / of)
+    context = replace(context, options=options)
     if alone:
         context = replace(context, pools=GraphPools())
     count = len(module.graph.find_nodes(op="placeholder"))

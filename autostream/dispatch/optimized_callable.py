@@ -44,11 +44,14 @@ class SharingCallable(OptimizedCallable):
 class MakeSection(Protocol):
     """Compiles a part of a program."""
 
-    def __call__(self, module: GraphModule, bound: frozenset[int], *, alone: bool = False) -> SharingCallable:
+    def __call__(
+        self, module: GraphModule, bound: frozenset[int], *, alone: bool = False, of: int = 1
+    ) -> SharingCallable:
         """Compile a graph.
 
         Args:
             module: the graph.
             bound: the positions of its inputs that keep their addresses from call to call.
             alone: whether it has a memory pool of its own.
+            of: how many parts share the seconds of tuning.
         """

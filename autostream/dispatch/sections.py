@@ -12,7 +12,8 @@ device to another are eager ops too: they run after all work on the caller's str
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -30,6 +31,7 @@ from autostream.pipeline import capture_refusals, planned, price_program, versio
 from autostream.reporting.report import Report
 from autostream.runtime.cutting import Section, split_program
 from autostream.runtime.lower import storages_of
+from autostream.runtime.peer_copies import PeerCopies
 from autostream.runtime.restore import undone
 from autostream.runtime.runs import uncaptured
 from autostream.runtime.static_inputs import Output
@@ -96,15 +98,19 @@ class Sections:
         self.graph, self.module = graph, whole.module
         self._program, self._bound = program, bound
         self._refusals = capture_refusals(graph)
-        running, staying = copy.copy(whole.module), set[str]()
-        kept = _kept(program, whole.sections) if program.peers else frozenset()
+        running, several = copy.copy(whole.module), bool(program.peers)
+        captured = sum(section.captured for section in whole.sections)
+        memory = _Memory(_kept(program, whole.sections), captured) if several else _Memory(frozenset(), 1)
+        self._copies = memory.copies if several else None
         self._reports: list[Callable[[], tuple[Report, ...]]] = []
         for section in whole.sections:
             if section.captured:
-                called = _Called(section, make_section, kept, staying)
+                called = _Called(section, make_section, memory)
                 setattr(running, section.name, called)
                 self._reports.append(called.reports)
             else:
+                if self._copies and not section.beside:
+                    setattr(running, section.name, _Copying(section, graph, memory))
                 where = "beside the part before" if section.beside else "between sections"
                 self._reports.append(partial(tuple, [_plain_report(section.program, where, options)]))
         self._endings = [*(self._ending(part, after) for part, after in pairwise(parts)), ""]
@@ -112,7 +118,8 @@ class Sections:
 
     def __call__(self, *tensors: Tensor) -> Sequence[Output]:
         """Run one part after the other, on the caller's stream."""
-        return self._run(*tensors)
+        with self._copies.call() if self._copies else nullcontext():
+            return self._run(*tensors)
 
     def prepare(self, arguments: Sequence[Tensor]) -> None:
         """Run once with copies, so that all sections are compiled. State, inputs and generators stay as they are."""
@@ -159,22 +166,42 @@ class Sections:
 _ON_HOST = "what follows uses a tensor in the host's memory that changes in a call"
 
 
+class _Memory:
+    """Where values lie that sections over several devices pass to each other.
+
+    Args:
+        kept: the names of values that may stay where they are computed.
+        sections: how many share the seconds of tuning.
+
+    Attributes:
+        kept: the same.
+        sections: the same.
+        staying: those that do, by the sections that were compiled so far.
+        copies: from one device to another.
+    """
+
+    def __init__(self, kept: frozenset[str], sections: int) -> None:
+        self.kept, self.sections = kept, sections
+        self.staying, self.copies = set[str](), PeerCopies()
+
+
 class _Called(nn.Module):
     """A section as a module, to be a submodule of the program's. It is compiled when it is called first.
 
     Args:
         section: the section.
         make: compiles it.
-        kept: the names of values that may stay where a section computes them.
-        staying: those that do, by the sections before; this one adds its own.
+        memory: of the program.
     """
 
-    def __init__(self, section: Section, make: MakeSection, kept: frozenset[str], staying: set[str]) -> None:
+    def __init__(self, section: Section, make: MakeSection, memory: _Memory) -> None:
         super().__init__()
-        self._section, self._make, self._kept, self._staying = section, make, kept, staying
+        self._section, self._make, self._memory = section, make, memory
+        self._names = [each.name for each in section.program.placeholders]
         self._run: SharingCallable | None = None
 
     def forward(self, *values: Any) -> Any:
+        self._memory.copies.wait(self._names)
         return (self._run or self._made(values))(*values)
 
     def reports(self) -> tuple[Report, ...]:
@@ -182,24 +209,71 @@ class _Called(nn.Module):
         return () if self._run is None else self._run.reports
 
     def _made(self, values: Sequence[Any]) -> SharingCallable:
-        program, names = self._section.program, [each.name for each in self._section.program.placeholders]
-        bound = self._section.bound | {at for at, name in enumerate(names) if name in self._staying}
-        keeps = frozenset(at for at, name in enumerate(program.outputs) if name in self._kept)
-        self._run = run = self._make(program.module, frozenset(bound), alone=bool(keeps))
+        program, memory = self._section.program, self._memory
+        bound = self._section.bound | {at for at, name in enumerate(self._names) if name in memory.staying}
+        keeps = frozenset(at for at, name in enumerate(program.outputs) if name in memory.kept)
+        self._run = run = self._make(program.module, frozenset(bound), alone=bool(keeps), of=memory.sections)
         if keeps:
             shared = run.share_outputs(values, keeps, aliased=True)
-            self._staying.update(program.outputs[at] for at in shared)
+            memory.staying.update(program.outputs[at] for at in shared)
         return run
 
 
+class _Copying(nn.Module):
+    """A part that runs eagerly between sections; copies to other devices that sections read run beside these.
+
+    Args:
+        section: the part.
+        graph: the ops of the program.
+        memory: of the program.
+    """
+
+    def __init__(self, section: Section, graph: OpGraph, memory: _Memory) -> None:
+        super().__init__()
+        self._copies, self._names = memory.copies, [each.name for each in section.program.placeholders]
+        self._module = module = copy.copy(section.program.module)
+        module.graph = copy.deepcopy(module.graph)
+        output = module.graph.output_node()
+        for node in [*module.graph.nodes]:
+            op = graph.ops.get(node.name)
+            beside = op is not None and op.crosses == "peer" and node.name in memory.kept and [*node.users] == [output]
+            if beside and node.all_input_nodes == [node.args[0]]:
+                copying = partial(_copied, node.target, node.args[1:], node.kwargs)
+                module.add_module(f"{node.name}_beside", _Copy(memory.copies, node.name, copying))
+                with module.graph.inserting_before(node):
+                    node.replace_all_uses_with(module.graph.call_module(f"{node.name}_beside", (node.args[0],)))
+                module.graph.erase_node(node)
+                memory.staying.add(node.name)
+        module.recompile()
+
+    def forward(self, *values: Any) -> Any:
+        self._copies.wait(self._names)
+        return self._module(*values)
+
+
+class _Copy(nn.Module):
+    """A copy to another device as a module."""
+
+    def __init__(self, copies: PeerCopies, name: str, copying: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._copies, self._name, self._copying = copies, name, copying
+
+    def forward(self, source: Tensor) -> Tensor:
+        return self._copies.copy(self._name, source, self._copying)
+
+
+def _copied(target: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], source: Tensor) -> Tensor:
+    return target(source, *args, **kwargs)
+
+
 def _kept(program: Program, sections: Sequence[Section]) -> frozenset[str]:
-    """The values that captured sections read where others have computed them, and that the program does not return.
+    """The values that captured sections read where others leave them, and that the program does not return.
 
     A copy of each activation from a forward to its backward would take as long as to compute many of them.
     """
     nodes = {node.name: node for node in program.module.graph.nodes}
     returned = {storage for name in program.outputs for storage in storages_of(nodes[name])}
-    made = {name for section in sections if section.captured for name in section.program.outputs}
+    made = {name for section in sections for name in section.program.outputs if not section.beside}
     read = {each.name for section in sections if section.captured for each in section.program.placeholders}
     return frozenset(name for name in made & read if returned.isdisjoint(storages_of(nodes[name])))
 

@@ -58,10 +58,11 @@ def fork(device: str, count: int) -> Lanes:
     return Lanes(device, (caller, *sides[: count - 1]))
 
 
-Copies = Literal["ahead", "upload", "download"]
-"""Kinds of copies between host and device, each on a stream of its own; ``ahead`` is prefetching."""
+Copies = Literal["ahead", "upload", "download", "send", "receive"]
+"""Kinds of copies from and to a device, each on a stream of its own; ``ahead`` is prefetching, and the last two are
+ends of a copy to another device."""
 
-_COPIES: dict[Copies, int] = {"ahead": -1, "upload": -2, "download": -3}
+_COPIES: dict[Copies, int] = {"ahead": -1, "upload": -2, "download": -3, "send": -4, "receive": -5}
 
 
 def copy_stream(device_index: int, copies: Copies = "ahead") -> torch.cuda.Stream:

@@ -9,9 +9,9 @@ its ops has no copy, which would be before the one and not before the other, so 
 for each other. A step of several microbatches has two for each microbatch and device, its forward and its backward.
 
 Turns are ordered by list scheduling: devices and copies are simulated, and next is always what can start first, of
-several the one that comes first in the program. So a microbatch's backward comes before the forward of one after it, as
-soon as it is ready, and the activations of few microbatches are held at a time (1F1B; Narayanan et al. 2019,
-"PipeDream: generalized pipeline parallelism for DNN training").
+several a copy, which others wait for, or what comes first in the program. So a microbatch's backward comes before the
+forward of one after it that could start at the same time, as in 1F1B (Narayanan et al. 2019, "PipeDream: generalized
+pipeline parallelism for DNN training"), but no device waits for it while it could compute.
 """
 
 from __future__ import annotations

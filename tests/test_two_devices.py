@@ -1,0 +1,162 @@
+"""Training steps over two devices, on the CPU: float64 counts as the first device, float32 as the second."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autostream
+from autostream.errors import TargetError
+from tests.cuts import let_be_placed_by_dtype
+from tests.semantics import same
+
+
+class TwoStages(nn.Module):
+    """Layers on two devices; the input of the first skips to the second."""
+
+    def __init__(self, dropout: float = 0.0, skips: bool = False) -> None:
+        super().__init__()
+        self.skips = skips
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.Dropout(dropout))
+        self.last = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8))
+        self.first.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.first(x).float())
+        return y + x.float() if self.skips else y
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def sgd(model: TwoStages) -> torch.optim.Optimizer:
+    groups = [{"params": [*part.parameters()]} for part in (model.first, model.last)]  # a rate for each device
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(16, 8, dtype=torch.float64, generator=generator)
+    return x, torch.randn(16, 8, generator=generator)
+
+
+def eager_step(model: TwoStages, optimizer: torch.optim.Optimizer, count: int) -> Callable[..., Tensor]:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        losses = []
+        for part in zip(x.chunk(count), y.chunk(count), strict=True):
+            loss = loss_fn(model, *part) / count
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).sum()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("count", "kind"),
+    [(1, {}), (4, {}), (2, {"dropout": 0.25}), (2, {"skips": True})],
+    ids=["whole", "four", "random", "skip"],
+)
+def test_microbatches_over_two_devices_train_as_in_eager(
+    count: int, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_be_placed_by_dtype(monkeypatch)
+    torch.manual_seed(0)
+    model = TwoStages(**kind)
+    twin = copy.deepcopy(model)
+    ours = autostream.train_step(model, sgd(model), loss_fn, microbatches=count)
+    theirs = eager_step(twin, sgd(twin), count)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        loss = ours(*batch(seed))
+        torch.manual_seed(seed)
+        torch.testing.assert_close(loss, theirs(*batch(seed)))
+        for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine, other)
+    assert [report.mode for report in ours.reports] == ["sections"]
+
+
+def test_a_step_that_is_written_out_accumulates_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_placed_by_dtype(monkeypatch)
+    torch.manual_seed(0)
+    model = TwoStages()
+    twin = copy.deepcopy(model)
+    optimizer = sgd(model)
+
+    @autostream.step(optimizers=[optimizer])
+    def ours(x: Tensor, y: Tensor) -> Tensor:
+        losses = []
+        for part in zip(x.chunk(4), y.chunk(4), strict=True):
+            loss = loss_fn(model, *part) / 4
+            loss.backward()
+            losses.append(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).sum()
+
+    theirs = eager_step(twin, sgd(twin), 4)
+    for seed in range(4):
+        torch.testing.assert_close(ours(*batch(seed)), theirs(*batch(seed)))
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+    assert [report.mode for report in ours.reports] == ["sections"]
+
+
+def test_the_first_device_computes_the_next_microbatch_while_the_second_has_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """F is a forward on the first device, L a loss on the second, b a backward on the first."""
+    made = let_be_placed_by_dtype(monkeypatch)
+    model = TwoStages()
+    step = autostream.train_step(model, sgd(model), loss_fn, microbatches=4)
+    for seed in range(2):
+        step(*batch(seed))
+    (sections,) = made
+    letters = {("cuda:0", "gelu"): "f", ("cuda:1", "mse_loss"): "L", ("cuda:0", "gelu_backward"): "b"}
+    nodes = [node for _, part in sections.module.named_children() for node in part.graph.nodes]
+    ops = [
+        sections.graph.ops[node.name]
+        for node in nodes
+        if node.op == "call_function" and node.name in sections.graph.ops
+    ]
+    order = "".join(letters.get((op.device, op.target.split(".")[1]), "") for op in ops)
+    assert order == "ffLffLbLbLbb"  # a loss with its backward has as many ops as three forwards
+
+
+def test_a_batch_that_does_not_divide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_placed_by_dtype(monkeypatch)
+    model = TwoStages()
+    step = autostream.train_step(model, sgd(model), loss_fn, microbatches=3)
+    with pytest.raises(TargetError, match="a batch of 16 has no 3 equal parts"):
+        step(*batch(0))
+
+
+def test_a_result_that_is_returned_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one call copies to the other device is overwritten by the next, unless the model returns it."""
+    let_be_placed_by_dtype(monkeypatch)
+    model = nn.Linear(8, 8).double()
+    fast = autostream.optimize(model_that_returns_a_copy := Returned(model))
+    with torch.no_grad():
+        first = fast(batch(0)[0])
+        kept = [each.clone() for each in first]
+        fast(batch(1)[0])
+        same(first, tuple(kept))
+        same(fast(batch(2)[0]), model_that_returns_a_copy(batch(2)[0]))
+
+
+class Returned(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        there = self.layer(x).sin().float()
+        return there, there.cos() + 1
