@@ -154,6 +154,7 @@ ONLY_IN = [
             "runtime.capture",
             "runtime.host_copies",
             "runtime.cuda_graph",
+            "runtime.peer_copies",
             "runtime.saved_activations",
             "runtime.transfer",
             "costs.measured",

@@ -12,7 +12,7 @@ device to another are eager ops too: they run after all work on the caller's str
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from autostream.ir import OpGraph, Program
 from autostream.options import Options
 from autostream.pipeline import capture_refusals, planned, price_program, versions
 from autostream.reporting.report import Report
-from autostream.runtime.cutting import Section, split_program
+from autostream.runtime.cutting import Section, split_program, with_copies
 from autostream.runtime.lower import storages_of
 from autostream.runtime.peer_copies import PeerCopies
 from autostream.runtime.restore import undone
@@ -231,20 +231,9 @@ class _Copying(nn.Module):
     def __init__(self, section: Section, graph: OpGraph, memory: _Memory) -> None:
         super().__init__()
         self._copies, self._names = memory.copies, [each.name for each in section.program.placeholders]
-        self._module = module = copy.copy(section.program.module)
-        module.graph = copy.deepcopy(module.graph)
-        output = module.graph.output_node()
-        for node in [*module.graph.nodes]:
-            op = graph.ops.get(node.name)
-            beside = op is not None and op.crosses == "peer" and node.name in memory.kept and [*node.users] == [output]
-            if beside and node.all_input_nodes == [node.args[0]]:
-                copying = partial(_copied, node.target, node.args[1:], node.kwargs)
-                module.add_module(f"{node.name}_beside", _Copy(memory.copies, node.name, copying))
-                with module.graph.inserting_before(node):
-                    node.replace_all_uses_with(module.graph.call_module(f"{node.name}_beside", (node.args[0],)))
-                module.graph.erase_node(node)
-                memory.staying.add(node.name)
-        module.recompile()
+        peers = {op.name for op in graph.ops.values() if op.crosses == "peer" and op.name in memory.kept}
+        self._module, replaced = with_copies(section.program.module, peers, partial(_Copy, memory.copies))
+        memory.staying.update(replaced)
 
     def forward(self, *values: Any) -> Any:
         self._copies.wait(self._names)
@@ -252,7 +241,13 @@ class _Copying(nn.Module):
 
 
 class _Copy(nn.Module):
-    """A copy to another device as a module."""
+    """A copy to another device as a module.
+
+    Args:
+        copies: of the program.
+        name: of the copy.
+        copying: makes the first one.
+    """
 
     def __init__(self, copies: PeerCopies, name: str, copying: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -260,10 +255,6 @@ class _Copy(nn.Module):
 
     def forward(self, source: Tensor) -> Tensor:
         return self._copies.copy(self._name, source, self._copying)
-
-
-def _copied(target: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], source: Tensor) -> Tensor:
-    return target(source, *args, **kwargs)
 
 
 def _kept(program: Program, sections: Sequence[Section]) -> frozenset[str]:

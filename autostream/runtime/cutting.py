@@ -15,15 +15,17 @@ The part that produces the source of a copy ends before it, and the destination 
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
@@ -110,6 +112,46 @@ def excerpt(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node], results: Iterab
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in results))
     return graph
+
+
+def with_copies(
+    module: fx.GraphModule, names: Container[str], make: Callable[[str, Callable[[Tensor], Tensor]], nn.Module]
+) -> tuple[fx.GraphModule, list[str]]:
+    """The same graph, with modules in place of copies that it only returns.
+
+    Args:
+        module: a part of a program; it stays as it is.
+        names: of the copies.
+        make: makes the module for a copy, given its name and what copies a tensor.
+
+    Returns:
+        The graph, and the names of the copies that were replaced.
+
+    Example:
+        >>> def f(x):
+        ...     return (torch.clone(x),)
+        >>> graph, names = with_copies(fx.symbolic_trace(f), {"clone"}, lambda name, copy: torch.nn.Identity())
+        >>> names, [node.op for node in graph.graph.nodes]
+        (['clone'], ['placeholder', 'call_module', 'output'])
+    """
+    root, graph, replaced = fx.GraphModule(module, fx.Graph()), copy.deepcopy(module.graph), []
+    for name, child in module.named_children():
+        root.add_module(name, child)
+    output = graph.output_node()
+    for node in [*graph.nodes]:
+        source = node.args[0] if node.args else None
+        if node.name in names and [*node.users] == [output] and node.all_input_nodes == [source]:
+            called = f"{node.name}_beside"
+            root.add_module(called, make(node.name, partial(_first_of, node.target, node.args[1:], node.kwargs)))
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(graph.call_module(called, (source,)))
+            graph.erase_node(node)
+            replaced.append(node.name)
+    return fx.GraphModule(root, graph), replaced
+
+
+def _first_of(target: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], source: Tensor) -> Tensor:
+    return target(source, *args, **kwargs)
 
 
 class _Writer:

@@ -42,7 +42,7 @@ def step(count: int) -> OpGraph:
     [
         (1, "f0 C0 m0 G0 b0"),
         (2, "f0 C0 f1 m0 C1 G0 m1 b0 G1 b1"),
-        # While m0 runs, the first device computes all forwards that fit; then b0 comes before f4, which could start too.
+        # While m0 runs, the first device computes all forwards that fit; then b0 comes before f4.
         (6, "f0 C0 f1 m0 C1 f2 C2 f3 G0 m1 C3 b0f4 G1 m2 C4 b1f5 G2 m3 C5 b2 G3 m4 b3 G4 m5 b4 G5 b5"),
     ],
 )
