@@ -68,6 +68,12 @@ def test_a_skip_connection_is_copied_with_the_last_layer() -> None:
     assert launched(graph, {}) == "ab S C de"
 
 
+def test_ops_that_take_no_time_are_waited_for_as_well() -> None:
+    """p may not join a, though t and its copy C end when a starts."""
+    graph = graph_of({"a": "0", "t": "1", "C": "0", "p": "0"}, [("t", "C"), ("C", "p")])
+    assert launched(graph, {"a": 1.0, "t": 0.0, "C": 0.0}) == "a t C p"
+
+
 @given(st.data())
 def test_random_programs_run_in_an_order_that_they_allow(data: st.DataObject) -> None:
     """Each op runs once, on one device in a turn, after all that it waits for."""
