@@ -149,9 +149,10 @@ class StepOptions(Options):
     """Options of ``train_step``: those of ``optimize``, and these.
 
     Attributes:
-        microbatches: the number of equal parts of a batch that run one after another. Their gradients are added, and
-            the loss is the mean of their losses. The first tensor with a dimension has the number of rows of the batch;
-            tensors with as many rows are split along their first dimension, and everything else goes to each part.
+        microbatches: the number of equal parts of a batch that run one after another, or, of a model over several
+            devices, as a pipeline. Their gradients are added, and the loss is the mean of their losses. The first
+            tensor with a dimension has the number of rows of the batch; tensors with as many rows are split along their
+            first dimension, and everything else goes to each part.
         max_norm: the L2 norm to which the gradients of all parameters together are clipped.
         average: a copy of the model (``copy.deepcopy(model)``) whose parameters become a moving average of the model's:
             after each step, ``decay`` times their value plus ``1 - decay`` times the model's. Its buffers are copied

@@ -6,7 +6,9 @@
              └──▶ …
 
 Numbers that are read from the device (``.item()``) pass from one eager op to another on the host. Copies from one
-device to another are eager ops too: they run after all work on the caller's streams of both devices.
+device to another are eager ops too. Of a program over several devices, values that sections pass to each other stay
+where they are computed, and copies for sections run beside them (``runtime/peer_copies.py``); other copies run after
+all work on the caller's streams of both devices.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ kind. The next kind is that of the op with the most changes of kind on a path af
 eager, this gives the fewest parts: a path with n changes needs n + 1 parts, and each part shortens all longest paths by
 one change, unless some of them begin with one kind and some with the other, which needs one more.
 
-A graph holds ops of one device. The host launches a part and continues with the next, so devices run at the same time:
+A graph holds ops of one device. Where copies between devices are all that runs eagerly, parts are the turns of devices
+(``turns.py``). Else the host may have to wait. It launches a part and continues with the next, so devices run at the
+same time:
 
     cuda:0   a ──▶ b ──────────────────────▶ f         captured on cuda:0  a      first: cuda:1 waits for it
              │                               ▲         eager               COPY

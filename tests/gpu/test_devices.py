@@ -218,7 +218,7 @@ def test_the_first_device_computes_while_the_second_does() -> None:
     outputs = [fast(x(seed)) for seed in range(30)]
     for seed, y in enumerate(outputs):
         torch.testing.assert_close(y, model(x(seed)), rtol=0, atol=0)
-    assert captured(fast.reports[0]) == [DEVICES[0], DEVICES[1], DEVICES[0], DEVICES[0]]
+    assert captured(fast.reports[0]) == [DEVICES[0], DEVICES[0], DEVICES[1], DEVICES[0]]
 
 
 class Copying(nn.Module):

@@ -131,7 +131,7 @@ def test_an_op_that_uses_a_literal_which_changes_or_is_returned_runs_eagerly() -
     [
         pytest.param("a-b b-C a-S C-d d-e S-e", "", "CSde", "CS", "[ab] CS (de)", id="two stages of a pipeline"),
         pytest.param("a-b c-d", "", "cd", "", "[ab] (cd)", id="two devices that share nothing"),
-        # cuda:0   a ── b ─────── f      d is on a device that waits, so b comes after it, and the copy B after b
+        # cuda:0   a ── b ─────── f      C comes as soon as a has run; then b, which can start before d
         #           ╲            ╱
         # cuda:1     C ─ d ─ B ─
         pytest.param("a-b a-C C-d d-B b-f B-f", "", "Cd", "CB", "[a] C [b] (d) B [f]", id="a device waits"),

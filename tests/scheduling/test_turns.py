@@ -69,7 +69,7 @@ def test_a_skip_connection_is_copied_with_the_last_layer() -> None:
 
 
 def test_ops_that_take_no_time_are_waited_for_as_well() -> None:
-    """p may not join a, though t and its copy C end when a starts."""
+    """The op p may not join a, though t and its copy C end when a starts."""
     graph = graph_of({"a": "0", "t": "1", "C": "0", "p": "0"}, [("t", "C"), ("C", "p")])
     assert launched(graph, {"a": 1.0, "t": 0.0, "C": 0.0}) == "a t C p"
 
