@@ -91,8 +91,9 @@ def made(
 ) -> tuple[Halves, torch.optim.Optimizer, list[Tensor]]:
     """A model over two devices, or twice the same, its optimizer and a batch."""
     torch.manual_seed(0)
-    model = Halves([case.layers() for _ in range(case.count)], devices).to(dtype)
-    batch = [torch.randn(case.shape, dtype=dtype) for _ in range(2)]
+    with torch.device(devices[0]):
+        model = Halves([case.layers() for _ in range(case.count)], devices).to(dtype)
+        batch = [torch.randn(case.shape, dtype=dtype) for _ in range(2)]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     return model, optimizer, [tensor.to(device) for tensor, device in zip(batch, devices, strict=True)]
 
