@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import autostream
+from autostream.dispatch.compiled_graph import CompiledGraph
 from autostream.errors import TargetError
+from autostream.runtime.lower import storages_of
 from tests.cuts import let_be_placed_by_dtype
 from tests.semantics import same
 
@@ -33,6 +35,26 @@ class TwoStages(nn.Module):
 
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(x), y)
+
+
+class InOnePlace(CompiledGraph):
+    """A section leaves results where a captured graph would compute them, and overwrites them in the next call."""
+
+    shared: frozenset[int] = frozenset()
+
+    def share_outputs(self, values: Sequence[Any], indices: frozenset[int], *, aliased: bool = False) -> frozenset[int]:
+        graph = self._module.graph
+        given = {storage for node in graph.find_nodes(op="placeholder") for storage in storages_of(node)}
+        results: Any = graph.output_node().args[0]
+        self.shared = frozenset(at for at in indices if given.isdisjoint(storages_of(results[at])))
+        return self.shared
+
+    def __call__(self, *values: Any) -> list[Any]:
+        outputs = list(super().__call__(*values))
+        memory = self.__dict__.setdefault("memory", {})
+        for at in self.shared:
+            outputs[at] = memory.setdefault(at, outputs[at].clone()).copy_(outputs[at])
+        return outputs
 
 
 def sgd(model: TwoStages) -> torch.optim.Optimizer:
@@ -69,6 +91,7 @@ def test_microbatches_over_two_devices_train_as_in_eager(
     count: int, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_be_placed_by_dtype(monkeypatch)
+    monkeypatch.setattr("autostream.dispatch.compiled_graph.CompiledGraph", InOnePlace)
     torch.manual_seed(0)
     model = TwoStages(**kind)
     twin = copy.deepcopy(model)
@@ -140,8 +163,9 @@ def test_a_batch_that_does_not_divide_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_result_that_is_returned_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one call copies to the other device is overwritten by the next, unless the model returns it."""
+    """What one call computes for a later section, or copies to it, the next overwrites, unless it is returned."""
     let_be_placed_by_dtype(monkeypatch)
+    monkeypatch.setattr("autostream.dispatch.compiled_graph.CompiledGraph", InOnePlace)
     model = nn.Linear(8, 8).double()
     fast = autostream.optimize(model_that_returns_a_copy := Returned(model))
     with torch.no_grad():
@@ -157,6 +181,7 @@ class Returned(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        there = self.layer(x).sin().float()
-        return there, there.cos() + 1
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        here = self.layer(x).sin()
+        there = here.float()
+        return there, there.cos() + 1, here.view(-1), here.cos() + there.double()
