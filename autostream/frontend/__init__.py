@@ -13,6 +13,7 @@ File                   Interface                                          Where 
 =====================  =================================================  ==============================================
 ``capture.py``         ``convert_frame.compile_frame`` and its output     a ``TraceError`` names it
 ..                     ``InstructionTranslator.current_tx``: effects      a ``TraceError`` names it
+..                     ``get_compile_id``, ``compile_context``            a ``TraceError`` names it
 ..                     ``fx.Node._dynamo_source``: origin of an input     a ``TraceError`` names it
 ``guards.py``          ``CheckFunctionManager``: builds guards            a ``TraceError`` names it
 ..                     ``add_id_match_guard``: identities of weights      a ``TraceError`` names it
@@ -22,10 +23,13 @@ File                   Interface                                          Where 
 ..                     ``convert_frame.compile_lock``                     no lock: only one thread may compile
 ..                     ``dynamo_timed``, ``get_metrics_context``          a ``TraceError`` names it
 ..                     names of the loggers that Dynamo writes to         errors are logged; no reason in the report
+..                     ``variables.constant``: constants that it shares   there are none to replace
 ``graph_breaks.py``    ``callback`` of Dynamo's contexts                  the lock is held for the whole call
 ..                     ``eval_frame._stance``: the user's stance          the lock is held for the whole call
 ..                     ``TorchDynamoException``, ``ConvertFrameReturn``   no fallback
+..                     ``ResumePrologueTracingError``                     no fallback
 ..                     ``compile_subgraph_reason``                        no reason in the report
+``attention_fast_…``   ``torch._native_multi_head_attention``             no fallback
 ``aten.py``            ``FakeTensorMode``, ``ShapeEnv``                   no fallback
 ..                     ``fx.Graph._root``: order of placeholders          no fallback
 ..                     ``meta_converter``: references to real tensors     ``swap_tensors`` refuses the tensors

@@ -161,7 +161,7 @@ def _transforms_left() -> Iterator[None]:
 
 _RECURRENT = (
     "oneDNN's kernel, which computes LSTMs in float32 on a CPU, leaves its backward what that needs (a workspace) "
-    "where autograd records it, and in a graph nobody does"
+    "where autograd records it, and in a graph nothing does"
 )
 
 

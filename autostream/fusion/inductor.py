@@ -274,7 +274,7 @@ def _checked(program: Program, fused: fx.GraphModule, frozen: frozenset[int]) ->
         raise FusionError("fused, outputs would have other types, shapes or strides than the model's do")
     if _returns_constants(fused):
         raise FusionError(
-            "frozen, an output would be a constant, and whoever writes to it would change it for the next call: "
+            "frozen, an output would be a constant, and a write to it would change it for the next call: "
             "leave 'freezing' out of inductor_options"
         )
     outputs = tuple(node.name for node in outputs_of(fused))

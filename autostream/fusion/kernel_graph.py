@@ -318,7 +318,7 @@ def triton_kernel(
     names = list(signature)
     foreign = [name for name in names if signature[name].startswith("*") and not name.startswith(_POINTERS)]
     if foreign:
-        raise NotImplementedError(f"{name}, which is not Inductor's: nobody knows whether it writes {foreign[0]}")
+        raise NotImplementedError(f"{name}, which is not Inductor's: it is not known whether it writes {foreign[0]}")
     overwritten = [at for at, argument in enumerate(names) if argument.startswith(_OUTPUTS)]
     updated = [at for at, argument in enumerate(names) if argument.startswith((_UPDATED, *_SCRATCH))]
     updated += [at for at in mutated if names[at].startswith(_TEMPLATE)]

@@ -2,8 +2,8 @@
 
 A lowered graph allocates the block on the caller's stream before the fork and frees it after the join::
 
-    arena = autostream_execution_arena_reserve('cuda:0', 4096)
-    buf0 = autostream_execution_arena_place(arena, 512, (2, 3), (3, 1), torch.float16)
+    arena = autostream_runtime_arena_reserve('cuda:0', 4096)
+    buf0 = autostream_runtime_arena_place(arena, 512, (2, 3), (3, 1), torch.float16)
 
 The schedule decides the offsets, and guarantees that no two tensors use the same bytes at the same time.
 """

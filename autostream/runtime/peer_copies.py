@@ -3,7 +3,7 @@
     cuda:0  caller's stream   … f0 ─╮ f1 ───── f2 …
             sending                 ╰─▶ copy
     cuda:1  receiving                   copy ─╮
-            caller's stream   …               ╰─▶ m0 …     whoever uses the copy waits for it
+            caller's stream   …               ╰─▶ m0 …     users of the copy wait for it
 
 PyTorch copies behind all work that was launched on the current streams of both devices, so the first device would wait
 for the second. Here a copy waits for its source, and for the uses of the copy in the call before. Its source is held

@@ -2,12 +2,12 @@
 
 A lowered graph prints like this::
 
-    lanes = autostream_execution_streams_fork('cuda:0', 2)
-    forked = autostream_execution_streams_record(lanes, 0)
-    use = autostream_execution_streams_use(lanes, 1)
-    wait = autostream_execution_streams_wait(lanes, 1, forked)
+    lanes = autostream_runtime_streams_fork('cuda:0', 2)
+    forked = autostream_runtime_streams_record(lanes, 0)
+    use = autostream_runtime_streams_use(lanes, 1)
+    wait = autostream_runtime_streams_wait(lanes, 1, forked)
     conv2d = torch.ops.aten.conv2d.default(x, weight)
-    conv2d_done = autostream_execution_streams_record(lanes, 1)
+    conv2d_done = autostream_runtime_streams_record(lanes, 1)
 
 A *lane* is the number of a stream. A graph contains lanes; each run maps them to streams.
 """

@@ -10,9 +10,12 @@ postpone                                 Schedule, Timeline ─▶ Assignment (l
 arena                                    Schedule ─▶ Schedule (the offset of each storage in one block of memory)
 verify                                   Schedule ─▶ nothing, or ScheduleError; shares no code with the above
 simulate                                 Schedule ─▶ Timeline
-losses                                   Schedule ─▶ what each cause adds to its time
+lost_time                                Schedule ─▶ what each cause adds to its time
 overlap                                  Timeline ─▶ which ops run at the same time
 peak                                     Schedule or Timeline ─▶ bytes of memory
-check                                    Costs ─▶ nothing, or CostError
-cut                                      OpGraph ─▶ parts that CUDA graphs can hold, and parts between them
+cost_check                               Costs ─▶ nothing, or CostError
+cut, turns                               OpGraph ─▶ parts that CUDA graphs can hold, and parts between them, in order
+communication                            OpGraph ─▶ the collectives that all processes have to launch alike
+partition, microbatches                  OpGraph, Costs ─▶ stages of a pipeline; its schedules
+bitsets, matching                        sets of ops, and matchings, for the above
 """

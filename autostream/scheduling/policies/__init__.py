@@ -42,5 +42,8 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "search": search.search,
     }
 )
-"""The policies by name, as in ``Options.policy``; a new one is a file, a line in
-``ON_CHAINS`` and a value there. One that does not work on chains is called by ``tuning/candidates.py`` as well."""
+"""The policies by name, as in ``Options.policy``.
+
+A new policy is a file here, a line in ``ON_CHAINS``, and its name in ``PolicyName`` of ``options.py``. One that does not
+work on chains of ops has its line in ``POLICIES`` instead, and ``tuning/candidates.py`` has to call it.
+"""
