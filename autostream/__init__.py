@@ -5,6 +5,8 @@ with torch.inference_mode():
     y = fast(x)
 print(autostream.explain(fast))        # what runs in parallel, how much faster that is, and why not more
 
+autostream.optimize_(model)            # the same in place, for code that has the model already: trainers, generate
+
 step = autostream.train_step(model, optimizer, loss_fn)    # forward, loss, backward, optimizer: one graph
 loss = step(x, y)
 
@@ -19,7 +21,7 @@ for batch in autostream.prefetch(loader, "cuda"):          # the next ones are c
 print(autostream.split(model, [x], 4, device="h200"))      # balanced stages for torch.distributed.pipelining
 """
 
-from autostream.api import OptimizedModule, optimize
+from autostream.api import OptimizedModule, optimize, optimize_, restore
 from autostream.errors import (
     AutostreamError,
     CaptureError,
@@ -57,7 +59,9 @@ __all__ = [
     "TraceError",
     "explain",
     "optimize",
+    "optimize_",
     "prefetch",
+    "restore",
     "split",
     "step",
     "train_step",

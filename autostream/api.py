@@ -1,24 +1,52 @@
-"""``optimize``, and ``OptimizedModule``, which it returns."""
+"""``optimize`` and ``OptimizedModule``, which it returns; ``optimize_``, which schedules a model's own calls."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from html import escape
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules import module as nn_module
 
 from autostream.dispatch.dispatcher import Dispatcher
+from autostream.dispatch.optimized_method import OptimizedMethod
 from autostream.dispatch.padding import PaddingDispatcher
 from autostream.errors import TargetError, shown
 from autostream.frontend.buckets import Bucket
-from autostream.frontend.modules import module_of
-from autostream.fusion.inductor import check_level, check_settings
+from autostream.frontend.modules import is_method, module_of
 from autostream.options import Options
 from autostream.reporting import notebook
+
+Dynamic = Mapping[str, Mapping[int, Bucket]]
+"""For arguments by name, the dimensions that may be padded."""
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@overload
+def optimize(
+    model: nn.Module,
+    example_inputs: Tensor | Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic: Dynamic | None = None,
+    **options: Any,
+) -> OptimizedModule: ...
+
+
+@overload
+def optimize(
+    model: Callable[..., Any],
+    example_inputs: Tensor | Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic: Dynamic | None = None,
+    **options: Any,
+) -> OptimizedModule | OptimizedMethod: ...
 
 
 def optimize(
@@ -26,9 +54,9 @@ def optimize(
     example_inputs: Tensor | Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    dynamic: Mapping[str, Mapping[int, Bucket]] | None = None,
+    dynamic: Dynamic | None = None,
     **options: Any,
-) -> OptimizedModule:
+) -> OptimizedModule | OptimizedMethod:
     """Optimize a model: it computes the same, with independent ops side by side on device streams where that is faster.
 
     The model is scheduled once for each signature (structure, shapes, dtypes, devices, train or eval, …) that it is
@@ -37,6 +65,7 @@ def optimize(
 
     Args:
         model: a module, or a function of tensors; modules that the function refers to by name become submodules.
+            A method of a module may take the method's place: ``model.forward = optimize(model.forward)``.
         example_inputs: the positional arguments to compile for now, without gradients; a tensor alone is the only one.
             Without them, the first call compiles.
         example_kwargs: the keyword arguments to compile for.
@@ -48,7 +77,8 @@ def optimize(
         **options: see :class:`~autostream.options.Options`.
 
     Returns:
-        A module with the parameters, buffers and submodules of ``model``, shared with it.
+        A module with the parameters, buffers and submodules of ``model``, shared with it; for a method of a module, a
+        function with its signature.
 
     Raises:
         OptionError: an option is unknown or has a value that is not allowed.
@@ -74,12 +104,100 @@ def optimize(
         hint = ": make one" if isinstance(model, type) and issubclass(model, nn.Module) else ""
         raise TargetError(f"optimize takes a torch.nn.Module or a function of tensors, not {shown(model)}{hint}")
     args, kwargs = _examples(example_inputs, example_kwargs)
-    module, chosen = module_of(model), Options.parse(options)
-    dispatcher = Dispatcher(module, chosen) if dynamic is None else PaddingDispatcher(module, chosen, dynamic)
-    optimized = OptimizedModule(dispatcher)
+    dispatcher = _dispatcher(module_of(model), dynamic, options)
     if example_inputs is not None or example_kwargs is not None:
-        optimized._autostream.prepare(*args, **kwargs)
-    return optimized
+        dispatcher.prepare(*args, **kwargs)
+    return OptimizedMethod(dispatcher) if is_method(model) else OptimizedModule(dispatcher)
+
+
+def optimize_(model: Model, *, dynamic: Dynamic | None = None, **options: Any) -> Model:
+    """Schedule the calls of a model itself, as :func:`optimize` does; it stays the same object of the same class.
+
+    As with ``nn.Module.compile``, ``model(...)`` runs hooks and ``forward`` in a graph, and ``model.forward(...)`` runs
+    as it is. Methods that call the model, such as ``generate`` of transformers, get the scheduled calls; so does code
+    that has the model already, such as a trainer. A copy of the model, pickled or not, is not scheduled.
+
+    Of a model that was optimized in place, what was compiled is dropped, and the new options hold.
+
+    Args:
+        model: a module.
+        dynamic: see :func:`optimize`.
+        **options: see :class:`~autostream.options.Options`.
+
+    Returns:
+        ``model``. :func:`autostream.explain` takes it; :func:`restore` undoes this.
+
+    Raises:
+        OptionError: an option is unknown or has a value that is not allowed. The model has not changed.
+        TargetError: it is no module, what ``optimize`` returned, or its calls cannot be scheduled in place.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> optimize_(model, streams=2) is model, type(model).__name__, len(model)
+        (True, 'Sequential', 2)
+        >>> restore(model) is model
+        True
+    """
+    if reason := _obstacle(model):
+        raise TargetError(f"optimize_ cannot schedule {shown(model)} in place: {reason}")
+    method: Any = model._call_impl
+    model._compiled_call_impl = OptimizedMethod(_dispatcher(module_of(method), dynamic, options))
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Let a model run as it did before :func:`optimize_`, and drop what was compiled; others do not change.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TargetError: it is no module, or what ``optimize`` returned.
+
+    Example:
+        >>> restore(optimize_(nn.ReLU()))
+        ReLU()
+    """
+    if not isinstance(model, nn.Module) or isinstance(model, OptimizedModule):
+        raise TargetError(f"restore takes a model that was given to optimize_, not {shown(model)}")
+    if isinstance(model._compiled_call_impl, OptimizedMethod):
+        del model._compiled_call_impl
+    return model
+
+
+def dispatcher_of(value: object) -> Dispatcher | None:
+    """What runs the calls of an optimized module or method, or of a model that was optimized in place.
+
+    Example:
+        >>> dispatcher_of(nn.ReLU()) is None, dispatcher_of(optimize_(nn.ReLU())) is None
+        (True, False)
+    """
+    if isinstance(value, OptimizedModule):
+        return value._autostream
+    if isinstance(value, nn.Module):
+        value = value._compiled_call_impl
+    return value.dispatcher if isinstance(value, OptimizedMethod) else None
+
+
+def _dispatcher(module: nn.Module, dynamic: Dynamic | None, options: dict[str, Any]) -> Dispatcher:
+    chosen = Options.parse(options)
+    return Dispatcher(module, chosen) if dynamic is None else PaddingDispatcher(module, chosen, dynamic)
+
+
+def _obstacle(model: object) -> str:
+    """Why calls of this cannot be scheduled in place, and what to do; or ``""``."""
+    if isinstance(model, type) or not isinstance(model, nn.Module):
+        return "it is no torch.nn.Module: use optimize for functions"
+    if isinstance(model, OptimizedModule):
+        return "it is optimized already: give optimize_ the model that it was made from"
+    if isinstance(model, torch.jit.ScriptModule):
+        return "TorchScript cannot be captured: use the module that it was made from"
+    kind: Any = type(model)
+    if kind.__call__ is not nn.Module.__call__ and not isinstance(model, fx.GraphModule):  # graph modules call theirs
+        return f"{kind.__name__} has a __call__ of its own: use optimize"
+    if not isinstance(model._compiled_call_impl, OptimizedMethod | None):
+        return "nn.Module.compile has compiled its calls, which this would replace: leave one of them out"
+    return ""
 
 
 def _examples(inputs: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -107,11 +225,11 @@ class OptimizedModule(nn.Module):
     Unless the model has attributes of these names, ``prepare(*args, **kwargs)``, ``static_inputs(*args, **kwargs)``,
     ``lowered(*args, **kwargs)`` and ``reports`` are those of :class:`~autostream.dispatch.dispatcher.Dispatcher`.
 
+    Special methods of containers and contexts, such as ``len(fast)`` and ``fast[0]``, are the model's, where it has
+    them.
+
     Args:
         dispatcher: runs the model's calls.
-
-    Raises:
-        OptionError: Inductor has no setting of such a name, or no kernels for this machine.
 
     Example:
         >>> fast = OptimizedModule(Dispatcher(nn.ReLU(), Options()))
@@ -123,17 +241,24 @@ class OptimizedModule(nn.Module):
     _autostream: Dispatcher
     """The only attribute of this class: any other name could be one of the model's."""
 
+    forward: Callable[..., Any]
+    """Runs the model. It has the signature of the model's."""
+
+    def __new__(cls, dispatcher: Dispatcher) -> OptimizedModule:
+        """Make an instance of a subclass with the special methods that the model has."""
+        names = tuple(name for name in _SPECIAL if hasattr(type(dispatcher.model), name))
+        return super().__new__(_subclass(names))
+
     def __init__(self, dispatcher: Dispatcher) -> None:
-        check_settings(dispatcher.options.inductor_options)
-        check_level(dispatcher.options.kernels)
         super().__init__()
         attributes = self.__dict__
         attributes |= {name: getattr(dispatcher.model, name) for name in _SHARED}  # Dynamo reads the dictionary itself
         attributes["_compiled_call_impl"] = None
         attributes["_autostream"] = dispatcher
+        attributes["forward"] = OptimizedMethod(dispatcher)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call hooks and :meth:`forward`, as modules do.
+        """Call hooks and ``forward``, as modules do.
 
         Not inherited: tracing in another thread patches ``nn.Module.__call__``, and must not see this call.
         """
@@ -145,15 +270,10 @@ class OptimizedModule(nn.Module):
             or nn_module._global_forward_hooks
             or nn_module._global_forward_pre_hooks
             or torch.compiler.is_dynamo_compiling()
+            or not isinstance(self.forward, OptimizedMethod)  # wrapped by the user, such as in autocast
         ):
             return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
         return self._autostream(*args, **kwargs)  # the same in fewer frames
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model."""
-        if torch.compiler.is_dynamo_compiling():
-            return self._autostream.model(*args, **kwargs)
-        return self._autostream(*args, **kwargs)
 
     # The rest delegates to the model.
 
@@ -222,6 +342,28 @@ class OptimizedModule(nn.Module):
         """Copy and pickle the model and the options, without schedules."""
         hooks = {name: value for name, value in self.__dict__.items() if "_hook" in name}
         return OptimizedModule, (copy.copy(self._autostream),), hooks
+
+
+_SPECIAL = (
+    *("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__reversed__", "__contains__", "__bool__"),
+    *("__enter__", "__exit__"),
+)
+"""Special methods that Python looks up in the class, and that the model may have."""
+
+
+@cache
+def _subclass(names: tuple[str, ...]) -> type[OptimizedModule]:
+    """``OptimizedModule`` with special methods that call the model's."""
+    members = {name: _special(name) for name in names}
+    described = {"__module__": OptimizedModule.__module__, "__doc__": OptimizedModule.__doc__}
+    return type(OptimizedModule.__name__, (OptimizedModule,), members | described) if names else OptimizedModule
+
+
+def _special(name: str) -> Callable[..., Any]:
+    def method(self: OptimizedModule, *args: Any) -> Any:
+        return getattr(self._autostream.model, name)(*args)
+
+    return method
 
 
 _DISPATCHER = ("prepare", "static_inputs", "lowered", "reports")

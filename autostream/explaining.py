@@ -1,8 +1,10 @@
-"""``explain``: the reports of what ``optimize`` and ``train_step`` returned, as text."""
+"""``explain``: the reports of what ``optimize``, ``optimize_`` and ``train_step`` scheduled, as text."""
 
 from __future__ import annotations
 
-from autostream.api import OptimizedModule
+from torch import nn
+
+from autostream.api import dispatcher_of
 from autostream.dispatch.optimized_callable import OptimizedCallable
 from autostream.dispatch.step_functions import StepFunction
 from autostream.errors import TargetError
@@ -19,16 +21,21 @@ def reports_of(value: object) -> tuple[Report, ...]:
         >>> reports_of(len)
         ()
     """
-    if isinstance(value, TrainStep | StepFunction | OptimizedCallable):
-        return value.reports
-    return value._autostream.reports if isinstance(value, OptimizedModule) else ()
+    runs = _runs(value)
+    return () if runs is None else runs.reports
 
 
-def explain(optimized: OptimizedModule | TrainStep | StepFunction | OptimizedCallable, *, ops: int | None = 10) -> str:
+def _runs(value: object) -> TrainStep | StepFunction | OptimizedCallable | None:
+    """What runs the calls or steps, and has reports of them."""
+    return value if isinstance(value, TrainStep | StepFunction | OptimizedCallable) else dispatcher_of(value)
+
+
+def explain(optimized: nn.Module | TrainStep | StepFunction | OptimizedCallable, *, ops: int | None = 10) -> str:
     """Explain how much faster an optimized module or step is, why not more, what runs in parallel, and what to try.
 
     Args:
-        optimized: what ``optimize`` or ``train_step`` returned, or a graph that ``backend="autostream"`` compiled.
+        optimized: what ``optimize`` or ``train_step`` returned, a model that was given to ``optimize_``, or a graph
+            that ``backend="autostream"`` compiled.
         ops: show this many ops of each signature, the longest ones; ``None`` shows all.
 
     Returns:
@@ -37,10 +44,11 @@ def explain(optimized: OptimizedModule | TrainStep | StepFunction | OptimizedCal
     Raises:
         TargetError: it is something else.
     """
-    if not isinstance(optimized, OptimizedModule | TrainStep | StepFunction | OptimizedCallable):
-        raise TargetError(f"explain takes what optimize or train_step returned, not a {type(optimized).__name__}")
+    runs = _runs(optimized)
+    if runs is None:
+        hint = ": give it to optimize_ first" if isinstance(optimized, nn.Module) else ""
+        raise TargetError(f"explain takes what optimize or train_step returned, not a {type(optimized).__name__}{hint}")
     reports = reports_of(optimized)
-    runs = optimized._autostream if isinstance(optimized, OptimizedModule) else optimized
     if not reports and getattr(runs, "disabled", False):
         return "it runs plainly: AUTOSTREAM_DISABLE was set when it was optimized"
     if not reports and isinstance(optimized, TrainStep | StepFunction):

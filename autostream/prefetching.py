@@ -20,13 +20,13 @@ from types import FunctionType, WrapperDescriptorType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from autostream.api import OptimizedModule
+from autostream.api import dispatcher_of
 from autostream.dispatch.step_functions import StepFunction
 from autostream.errors import OptionError, TargetError, shown
 from autostream.frontend.tree import map_tensors
-from autostream.runtime.input_buffers import BufferTable, InputBuffers, Memory, new_memory
+from autostream.runtime.input_buffers import InputBuffers, Memory, new_memory
 from autostream.runtime.transfer import Transfer, allocation_stream
 from autostream.training import TrainStep
 
@@ -40,7 +40,7 @@ def prefetch(
     device: str | torch.device | int,
     depth: int = 2,
     *,
-    into: OptimizedModule | TrainStep | StepFunction | None = None,
+    into: nn.Module | TrainStep | StepFunction | None = None,
 ) -> Iterable[Batch]:
     """Iterate over a loader's batches on a device, each copied there while earlier ones are computed on.
 
@@ -93,7 +93,8 @@ def prefetch(
         raise TargetError(f"prefetch takes a DataLoader or another iterable of batches, not {loader!r}")
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
         raise OptionError(f"depth={depth!r} is not allowed: use a whole number from 1")
-    if not isinstance(into, OptimizedModule | TrainStep | StepFunction | None):
+    called = into if isinstance(into, TrainStep | StepFunction) else dispatcher_of(into)
+    if called is None and into is not None:
         raise TargetError(f"into takes what optimize, train_step or step returned, not {shown(into)}")
     target = _device_named(device)
     if target.type not in ("cpu", "cuda"):
@@ -106,12 +107,8 @@ def prefetch(
     index = torch.cuda.current_device() if target.index is None else target.index
     if index >= torch.cuda.device_count():
         raise TargetError(f"prefetch finds no {target} here: use cuda:0 to cuda:{torch.cuda.device_count() - 1}")
-    memory = new_memory if into is None else InputBuffers(depth + 1, _input_buffers_of(into)).memory
+    memory = new_memory if called is None else InputBuffers(depth + 1, called.input_buffers).memory
     return _Prefetched(loader, _Target(torch.device("cuda", index), memory), depth)
-
-
-def _input_buffers_of(called: OptimizedModule | TrainStep | StepFunction) -> BufferTable:
-    return called._autostream.input_buffers if isinstance(called, OptimizedModule) else called.input_buffers
 
 
 def _device_named(device: str | torch.device | int) -> torch.device:

@@ -37,10 +37,10 @@ def test_importing_autostream_loads_nothing_slow_that_torch_does_not() -> None:
 def test_the_public_names_are_few_and_there() -> None:
     assert sorted(autostream.__all__) == [
         "AutostreamError", "Bucket", "CaptureError", "MismatchError", "OptimizedModule", "OptionError", "Parallel",
-        "Report", "ScheduleError", "TargetError", "TraceError", "explain", "optimize", "prefetch", "split", "step",
-        "train_step",
+        "Report", "ScheduleError", "TargetError", "TraceError", "explain", "optimize", "optimize_", "prefetch",
+        "restore", "split", "step", "train_step",
     ]  # fmt: skip
-    assert len(autostream.__all__) <= 17
+    assert len(autostream.__all__) <= 19
     assert all(hasattr(autostream, name) for name in autostream.__all__)
 
 

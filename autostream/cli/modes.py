@@ -49,7 +49,8 @@ def compile_reduce_overhead(model: nn.Module, args: Sequence[Any]) -> Call:
 
 def optimized(model: nn.Module, args: Sequence[Any], **options: Any) -> Call:
     """``autostream.optimize`` with these options."""
-    return optimize(model, args, **options)
+    fast: Call = optimize(model, args, **options)
+    return fast
 
 
 CPU: Mapping[str, Mode] = {"eager": eager, "compile_default": compile_default, "autostream": optimized}

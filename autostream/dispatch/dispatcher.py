@@ -47,7 +47,7 @@ from autostream.frontend.saved_tensors import hooks_are_set
 from autostream.frontend.settings import numerics
 from autostream.frontend.tree import flatten, unflatten
 from autostream.frontend.trial import check_call, check_devices
-from autostream.fusion.inductor import check_level
+from autostream.fusion.inductor import check_level, check_settings
 from autostream.ir import Decision
 from autostream.options import Options, disabled, paranoid
 from autostream.pipeline import versions
@@ -116,6 +116,9 @@ class Dispatcher(OptimizedCallable):
     Attributes:
         disabled: whether every call runs eagerly, as ``AUTOSTREAM_DISABLE`` was set when this was made.
 
+    Raises:
+        OptionError: Inductor has no setting of such a name, or no kernels for this machine.
+
     Example:
         >>> dispatcher = Dispatcher(nn.ReLU(), Options())
         >>> dispatcher(torch.tensor([-1.0, 1.0]))
@@ -125,6 +128,8 @@ class Dispatcher(OptimizedCallable):
     """
 
     def __init__(self, model: nn.Module, options: Options) -> None:
+        check_settings(options.inductor_options)
+        check_level(options.kernels)
         self.model = model
         self.options = options
         self.input_buffers = BufferTable()
@@ -235,7 +240,7 @@ class Dispatcher(OptimizedCallable):
             scheduled, arguments = schedule
             return scheduled.watched(arguments)
         entry = None if self.disabled else self._prepare(args, kwargs)
-        return None if entry is None else entry.reports(self._name)[0]
+        return None if entry is None else entry.reports(self.name)[0]
 
     @property
     def reports(self) -> tuple[Report, ...]:
@@ -243,7 +248,7 @@ class Dispatcher(OptimizedCallable):
         with self._lock:
             self._count_replays()
             entries = [entry for entries in reversed(self._admission.entries.values()) for entry in reversed(entries)]
-            reports = chain.from_iterable(entry.reports(self._name) for entry in entries)
+            reports = chain.from_iterable(entry.reports(self.name) for entry in entries)
             distinct = {(*_chosen(report), report.signature, report.mode): report for report in reports}
             return (*distinct.values(), *self._bypasses.values())
 
@@ -357,7 +362,7 @@ class Dispatcher(OptimizedCallable):
         """Run a call eagerly whose schedule failed; if that succeeds, run all calls like it eagerly from now on."""
         value = self.model(*args, **kwargs)
         reason = f"its schedule fails at some inputs ({error}), and the model does not: perhaps it catches that"
-        log.warning("%s runs plainly: %s", self._name, reason)
+        log.warning("%s runs plainly: %s", self.name, reason)
         self._drop(key, entry)
         with self._lock:
             self._admission.entries.setdefault(key, []).append(EagerCall(entry.label, reason))
@@ -425,7 +430,7 @@ class Dispatcher(OptimizedCallable):
                 return self._refusal(reason, key, args, kwargs)
             self._drop_stale_replays()
             if guard := self._failed_guard(others, args, kwargs):
-                log.info("%s is captured again: %s", self._name, guard)
+                log.info("%s is captured again: %s", self.name, guard)
             compiled = self._capture(label, args, kwargs)
             if not isinstance(compiled, str):
                 if full and not wanted:  # evict the oldest
@@ -448,7 +453,7 @@ class Dispatcher(OptimizedCallable):
         except TraceError as error:
             if options.strict or isinstance(error, FastPathError):
                 return self._refused(label, error)
-            log.warning("%s: %s; splitting it at graph breaks", self._name, str(error))  # log records outlive the error
+            log.warning("%s: %s; splitting it at graph breaks", self.name, str(error))  # log records outlive the error
             return SplitCall(model, label, str(error), self._compiled_graph)
         except Exception as error:
             return self._refused(label, error)
@@ -480,14 +485,14 @@ class Dispatcher(OptimizedCallable):
         if self.options.strict or isinstance(error, OptionError | TargetError):
             raise error
         reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
-        log.warning("%s runs plainly: %s", self._name, reason)
+        log.warning("%s runs plainly: %s", self.name, reason)
         return EagerCall(label, reason)
 
     def _compiled_graph(
         self, graphs: list[CompiledGraph], module: GraphModule, names: InputNames, *, half: str = ""
     ) -> CompiledGraph:
         """A compiled graph of the model, which is appended to a list."""
-        compiled = CompiledGraph(module, names, self._name, self._context, half=half)
+        compiled = CompiledGraph(module, names, self.name, self._context, half=half)
         graphs.append(compiled)
         return compiled
 
@@ -523,9 +528,9 @@ class Dispatcher(OptimizedCallable):
     def _note(self, reason: str) -> None:
         """Add a reason why a call ran eagerly to the reports, and log it once."""
         if reason not in self._bypasses and len(self._bypasses) < _MOST_REASONS:
-            log.warning("%s runs plainly: %s", self._name, reason)
+            log.warning("%s runs plainly: %s", self.name, reason)
             refusal = Decision("", "plain", reason)
-            report = Report(self._name, "some calls", "plain", refusals=(refusal,), versions=versions())
+            report = Report(self.name, "some calls", "plain", refusals=(refusal,), versions=versions())
             self._bypasses = {**self._bypasses, reason: report}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -537,7 +542,8 @@ class Dispatcher(OptimizedCallable):
         return bool(getattr(self.model, "training", False))  # frozen TorchScript has none
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """The model's, for reports and logs."""
         return name_of(self.model)
 
 

@@ -26,7 +26,6 @@ from torch.utils.weak import WeakIdRef
 
 from autostream.dispatch.admission import Admission
 from autostream.dispatch.compiled_graph import section
-from autostream.dispatch.optimized_callable import OptimizedCallable
 from autostream.dispatch.paranoid import compared
 from autostream.dispatch.scheduled_program import Label, ModelContext, NoSchedule, ScheduledProgram
 from autostream.dispatch.step_replay import StepReplay, circumstances
@@ -459,8 +458,6 @@ def _uncapturable(modules: nn.Module) -> str:
             "DistributedDataParallel averages gradients by hooks, which a graph would not call: give the model itself, "
             "and data_parallel=process_group"
         )
-    if any(isinstance(value, OptimizedCallable) for part in parts for value in vars(part).values()):
-        return "it, or a part of it, is optimized already: give the model itself, and optimize no part of it"
     return unusual_model(modules)
 
 

@@ -53,8 +53,8 @@ class Guards:
 
     def __init__(self, build: Callable[[dict[str, Any]], Any], scope: dict[str, Any]) -> None:
         self._build = build
-        self._forward = getattr(type(scope["model"]), "forward", None)
-        self._classes = [type(module) for module in _modules_of(scope["model"])]
+        modules = _modules_of(scope["model"])
+        self._classes, self._forward = [*map(type, modules)], _forward_of(modules)
         self._modules: list[nn.Module] | None = None
         self._calls = self._builds = 0
         self._rebuild(scope)
@@ -86,7 +86,7 @@ class Guards:
         """
         if self._modules is None:
             self._modules = _modules_of(model)
-        return [*map(type, self._modules)] == self._classes and getattr(type(model), "forward", None) is self._forward
+        return [*map(type, self._modules)] == self._classes and _forward_of(self._modules) is self._forward
 
     def _rebuild(self, scope: dict[str, Any]) -> None:
         self._builds += 1
@@ -99,6 +99,11 @@ def _modules_of(model: Callable[..., Any]) -> list[nn.Module]:
     """The modules of a model, or those of a step's ``owner``."""
     owner = model if isinstance(model, nn.Module) else getattr(model, "owner", None)
     return list(owner.modules()) if isinstance(owner, nn.Module) else []
+
+
+def _forward_of(modules: Sequence[nn.Module]) -> Callable[..., Any] | None:
+    """The ``forward`` of the model's class: the model is the first of its modules, and of those of its methods."""
+    return type(modules[0]).forward if modules else None
 
 
 def guards_of(graph_output: Any, code: CodeType, scope: dict[str, Any]) -> Guards:
