@@ -9,11 +9,11 @@ from torch.fx import GraphModule
 
 from autostream.dispatch.compiled_graph import CompiledGraph, InputNames, eager_reason, reports_of_graph
 from autostream.dispatch.optimized_callable import OptimizedCallable
+from autostream.dispatch.requirements import check_requirements
 from autostream.dispatch.scheduled_program import ModelContext
 from autostream.errors import OptionError
 from autostream.frontend.autograd import op_by_op, run_graph
 from autostream.frontend.inputs import names_like
-from autostream.fusion.inductor import check_level, check_settings
 from autostream.ir import Decision, Role
 from autostream.options import Options, disabled
 from autostream.pipeline import versions
@@ -45,10 +45,9 @@ def autostream(
     """
     try:
         chosen = Options.parse(dict(options or {}))
-        check_settings(chosen.inductor_options)
         names = names_like(example_inputs)
         state = [value for value, (role, _) in zip(example_inputs, names, strict=True) if role is not Role.INPUT]
-        check_level(chosen.kernels, state)
+        check_requirements(chosen, state)
     except OptionError as error:
         return _refusing(str(error))
     return BackendGraph(module, example_inputs, chosen)

@@ -43,8 +43,8 @@ class Options:
             selects one. ``sequential`` is always a candidate, so that no call becomes slower.
         costs: ``"measured"`` times each op on the device, ``"roofline"`` estimates its time from FLOPs and bytes,
             ``"auto"`` measures on a GPU.
-        cuda_graph: ``"auto"`` captures a CUDA graph on a GPU where possible; ``True`` does too, and reports if there is
-            no GPU; ``False`` never captures.
+        cuda_graph: ``"auto"`` captures a CUDA graph on a GPU where possible; ``True`` does too, and is refused for a
+            model on the CPU; ``False`` never captures.
         kernels: ``"eager"``: ATen ops; ``"inductor"``: kernels fused by TorchInductor; ``"auto"``: the faster of
             both on a GPU, ``"eager"`` on a CPU.
         inductor_options: for fused kernels, settings of ``torch._inductor.config`` by name, e.g.
@@ -60,7 +60,7 @@ class Options:
         tuning_seconds: the time for timing ops, searching, and timing schedules, for each signature. Tracing and
             compiling are not included; ``Report.seconds`` has all stages.
         memory_budget: the memory that a schedule may take. A float is a ratio to what the model takes on one stream,
-            weights and inputs included (from a ratio of 1, at least 2 MiB more are allowed); an int is the bytes that
+            weights and inputs included, from 1.0 (at least 2 MiB more are allowed); an int is the bytes that
             the schedule itself allocates; ``math.inf`` is no limit. Schedules that need more are not tried, except the
             sequential one; the report says what the limit costs. Workspaces of libraries are not included.
         seed: of the random numbers of ``"search"``: the same costs and seed give the same schedules.
@@ -95,6 +95,8 @@ class Options:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in get_args(allowed):
                 raise _refusal(name, getattr(self, name), " or ".join(f'"{value}"' for value in get_args(allowed)))
+        if self.policy == "sequential" and self.streams not in ("auto", 1):
+            raise OptionError(f'streams={self.streams} is of no use with policy="sequential": leave one of them out')
         if self.cuda_graph != "auto" and not isinstance(self.cuda_graph, bool):
             raise _refusal("cuda_graph", self.cuda_graph, '"auto", True or False')
         settings = self.inductor_options
@@ -114,6 +116,8 @@ class Options:
         if isinstance(self.memory_budget, float) and _LARGEST_RATIO < self.memory_budget < math.inf:
             advice = f"a ratio such as 1.1, math.inf for no limit, or int({self.memory_budget:g}) for bytes"
             raise _refusal("memory_budget", self.memory_budget, advice)
+        if isinstance(self.memory_budget, float) and self.memory_budget < 1:
+            raise _refusal("memory_budget", self.memory_budget, "a ratio from 1.0, such as 1.1: one stream takes 1.0")
         if isinstance(self.memory_budget, int) and self.memory_budget <= _LARGEST_RATIO:
             advice = f"a ratio as a float, such as 1.1 or {self.memory_budget}.0: whole numbers are bytes"
             raise _refusal("memory_budget", self.memory_budget, advice)

@@ -8,7 +8,6 @@ processes of a ``DataLoader`` work meanwhile.
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import traceback
@@ -29,8 +28,9 @@ from autostream.frontend.tree import map_tensors
 from autostream.runtime.input_buffers import InputBuffers, Memory, new_memory
 from autostream.runtime.transfer import Transfer, allocation_stream
 from autostream.training import TrainStep
+from autostream.utils.logs import Log
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 Batch = TypeVar("Batch")
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 import os
 import re
 from collections.abc import Callable
@@ -25,11 +24,12 @@ from typing import TYPE_CHECKING, TypeVar
 from autostream.errors import first_line
 from autostream.ir import Decision
 from autostream.options import cache_folder
+from autostream.utils.logs import Log
 
 if TYPE_CHECKING:
     from filelock import FileLock
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 Content = TypeVar("Content")
 

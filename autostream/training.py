@@ -12,7 +12,6 @@ decorates is captured whole, or runs as it is written (``dispatch/step_functions
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autostream.dispatch.dispatcher import Dispatcher
+from autostream.dispatch.requirements import check_requirements
 from autostream.dispatch.step_functions import StepFunction
 from autostream.dispatch.step_graphs import Done, Refusal, StepGraphs, plan_step
 from autostream.dispatch.steps import Step, graphs_of
@@ -37,19 +37,19 @@ from autostream.frontend.optimizers import TRACED, note_step, obstacle, takes_cl
 from autostream.frontend.parameters import parameters_of, stateless
 from autostream.frontend.training_steps import Gradients
 from autostream.frontend.tree import map_tensors
-from autostream.fusion.inductor import check_level, check_settings
 from autostream.ir import Decision, DeviceProfile, Program
 from autostream.options import Options, StepOptions, disabled
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.runtime.input_buffers import BufferTable
 from autostream.tuning.agreement import agree
+from autostream.utils.logs import Log
 from autostream.utils.storages import storage_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 def train_step(
@@ -126,8 +126,7 @@ def train_step(
     chosen = StepOptions.parse(options)
     if chosen.average is not None and not _is_copy(chosen.average, model):
         raise TargetError("average has to be a copy of the model with tensors of its own: use copy.deepcopy(model)")
-    check_settings(chosen.inductor_options)
-    check_level(chosen.kernels)
+    check_requirements(chosen)
     if chosen.scaler is not None and not isinstance(chosen.scaler, torch.amp.GradScaler):
         raise TargetError(f"scaler has to be a torch.amp.GradScaler, not {chosen.scaler!r}")
     if chosen.data_parallel is not None and takes_closure(optimizer):
@@ -204,8 +203,7 @@ def step(
                 "train_step, after whose graph it runs eagerly, or optimize the models that the function calls"
             )
     chosen = Options.parse(options)
-    check_settings(chosen.inductor_options)
-    check_level(chosen.kernels)
+    check_requirements(chosen)
 
     parallel = None
     if data_parallel is not None:

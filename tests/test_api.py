@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import random
-import re
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -777,11 +776,13 @@ def test_fused_kernels_of_the_cpu_are_refused_with_the_alternative() -> None:
         compiled(t(3, 4))
 
 
-def test_a_cuda_graph_that_was_asked_for_on_a_cpu_is_refused_in_the_report() -> None:
-    fast = autostream.optimize(Net(), t(3, 4), cuda_graph=True)
-    assert modes(fast) == ["one stream"]
-    assert re.search(r"^refused +not captured: there is no CUDA graph on the CPU$", autostream.explain(fast), re.M)
-    assert reasons(autostream.optimize(Net(), t(3, 4))) == ""
+def test_a_cuda_graph_cannot_be_required_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match=r'cuda_graph=True is not to be had: .* runs on the CPU: use "auto"'):
+        autostream.optimize(Net(), cuda_graph=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a machine with a GPU, and a model that is not there
+    fast = autostream.optimize(Net(), cuda_graph=True)
+    with torch.no_grad(), pytest.raises(OptionError, match="runs on the CPU"):
+        fast(t(3, 4))
 
 
 @pytest.mark.parametrize("kernels", ["auto", "inductor"])

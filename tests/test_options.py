@@ -39,7 +39,7 @@ ALLOWED = {
     "strict": [True, False],
     "max_signatures": [1, 8, 1000],
     "tuning_seconds": [10.0, 0.1, 60],
-    "memory_budget": [1.1, 0.5, 100.0, math.inf, 101, 2**40],
+    "memory_budget": [1.1, 1.0, 100.0, math.inf, 101, 2**40],
     "seed": [0, 1, 2**40],
     "microbatches": [1, 8],
     "max_norm": [None, 1.0, 3],
@@ -60,7 +60,7 @@ REFUSED = {
     "max_signatures": [0, -1, 1.5, True, "8", None],
     "tuning_seconds": [0, 0.0, -1.0, 10**400, math.nan, math.inf, True, "10", None],
     "memory_budget": [
-        *[0, 0.0, -1, -0.5, math.nan, -math.inf, 4e9, 101.0, 1, 2, 100, 10**400, True, "1.1", None],
+        *[0, 0.0, 0.5, -1, -0.5, math.nan, -math.inf, 4e9, 101.0, 1, 2, 100, 10**400, True, "1.1", None],
         *[Fraction(10**400, 3), Decimal("1.1"), np.bool_(True), 1.5 + 0j],
     ],
     "seed": [-1, 1.5, True, "0", None],
@@ -98,6 +98,15 @@ def test_allowed_values_are_kept_and_others_refused_with_what_is_allowed(name: s
         assert message.startswith(f"{name}={value!r} is not allowed: use ")
         assert f'"{allowed}"' in message or str(allowed) in message
         assert isinstance(caught.value, ValueError)
+
+
+def test_options_that_exclude_each_other_are_refused() -> None:
+    for options, why in [
+        ({"policy": "sequential", "streams": 4}, r'streams=4 is of no use with policy="sequential": leave one of them'),
+        ({"kernels": "eager", "inductor_options": {"max_autotune": True}}, "are of no use with kernels="),
+    ]:
+        with pytest.raises(OptionError, match=why):
+            Options.parse(options)
 
 
 def test_numbers_of_other_types_become_pythons() -> None:

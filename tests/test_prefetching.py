@@ -206,7 +206,9 @@ def test_a_loader_that_is_its_own_iterator_and_may_start_again_is_not_read_ahead
     device.run(0)
     assert seen == ([0, 1, 0, 0, 1, 2, 3] if anew else [0, 1, 2, 3])
     (told,) = caplog.messages
-    assert told.startswith("prefetch: Anew is its own iterator, and Anew.__iter__ may begin anew, so no batch is read")
+    assert told.startswith(
+        "autostream: prefetch: Anew is its own iterator, and Anew.__iter__ may begin anew, so no batch is read"
+    )
 
 
 class Returned:

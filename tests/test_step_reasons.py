@@ -130,6 +130,11 @@ def saves(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
     return loss
 
 
+def asks_a_distribution(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    loss: Tensor = -torch.distributions.Normal(model(x), 1.0).log_prob(x).mean()
+    return loss
+
+
 DRAW = "draw before the call, and pass what is drawn"
 REASONS: dict[Callable[..., Tensor], str] = {
     branches: "Python branches on a number .*use torch.where .*if loss.item() > 3:",
@@ -147,6 +152,7 @@ REASONS: dict[Callable[..., Tensor], str] = {
     scales_another: "an optimizer that is not in the list: add it to optimizers=.*SCALER.step(sgd[1])",
     scales_in_its_own_way: "a scaler that is none of PyTorch's.*OWN.scale(loss)",
     schedules: "it steps a learning-rate scheduler: do that between steps.*StepLR(sgd[1], 1)",
+    asks_a_distribution: "make it with validate_args=False .*distributions.Normal(",
     saves: "it calls open, which cannot be captured.*open(",
 }
 

@@ -183,7 +183,7 @@ def test_a_damaged_file_is_reported_once_and_made_anew(
     assert content is None
     assert reason.startswith(f"{STORE.path('a')} cannot be used (")
     assert reason.endswith("); they are made again")
-    assert [record.getMessage() for record in caplog.records] == [reason]
+    assert [record.getMessage() for record in caplog.records] == [f"autostream: {reason}"]
     assert read("a") == (None, [])
     assert write("a", age=1) == []
     assert read("a") == ({"age": 1}, [])
@@ -235,7 +235,8 @@ def test_a_file_that_cannot_be_written_is_reported_each_time_and_logged_once(
     assert len(reasons) == 2
     assert reasons[0].startswith("some things cannot be kept (")
     assert reasons[0].endswith("): set AUTOSTREAM_CACHE_DIR to a folder that can")
-    assert [record.getMessage() for record in caplog.records] == reasons[:1] == reasons[1:]
+    logged = [record.getMessage().removeprefix("autostream: ") for record in caplog.records]
+    assert logged == reasons[:1] == reasons[1:]
 
 
 def test_a_file_that_cannot_be_replaced_stays(monkeypatch: pytest.MonkeyPatch) -> None:

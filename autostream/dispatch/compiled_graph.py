@@ -9,7 +9,6 @@ Only tensors are checked here. Guards on Python state belong to the capture.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -39,10 +38,11 @@ from autostream.runtime.graphs_by_address import LatestRun
 from autostream.runtime.input_buffers import BufferTable
 from autostream.runtime.layouts import metadata_check
 from autostream.utils.locks import preparing
+from autostream.utils.logs import Log
 from autostream.utils.stopwatch import Stopwatch
 from autostream.utils.storages import storage_of
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 InputNames = Sequence[tuple[Role, str]]
 """The role and the name of each input of a graph."""

@@ -13,7 +13,6 @@ An entry is what runs the calls of one signature for which its guards hold.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Hashable, Sequence
@@ -34,6 +33,7 @@ from autostream.dispatch.compiled_graph import CompiledGraph, InputNames, eager_
 from autostream.dispatch.optimized_callable import OptimizedCallable
 from autostream.dispatch.paranoid import compared
 from autostream.dispatch.replay import GuardFailed, Replay
+from autostream.dispatch.requirements import check_requirements
 from autostream.dispatch.scheduled_program import ModelContext, ScheduledProgram
 from autostream.dispatch.split_call import SplitCall
 from autostream.errors import AutostreamError, FastPathError, OptionError, TargetError, TraceError, first_line
@@ -47,7 +47,6 @@ from autostream.frontend.saved_tensors import hooks_are_set
 from autostream.frontend.settings import numerics
 from autostream.frontend.tree import flatten, unflatten
 from autostream.frontend.trial import check_call, check_devices
-from autostream.fusion.inductor import check_level, check_settings
 from autostream.ir import Decision
 from autostream.options import Options, disabled, paranoid
 from autostream.pipeline import versions
@@ -55,8 +54,9 @@ from autostream.reporting.report import Report
 from autostream.runtime.cuda_graph import GraphPools
 from autostream.runtime.input_buffers import BufferTable
 from autostream.utils.locks import preparing
+from autostream.utils.logs import Log
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class EagerCall:
@@ -117,7 +117,7 @@ class Dispatcher(OptimizedCallable):
         disabled: whether every call runs eagerly, as ``AUTOSTREAM_DISABLE`` was set when this was made.
 
     Raises:
-        OptionError: Inductor has no setting of such a name, or no kernels for this machine.
+        OptionError: they require what this machine does not have.
 
     Example:
         >>> dispatcher = Dispatcher(nn.ReLU(), Options())
@@ -128,8 +128,7 @@ class Dispatcher(OptimizedCallable):
     """
 
     def __init__(self, model: nn.Module, options: Options) -> None:
-        check_settings(options.inductor_options)
-        check_level(options.kernels)
+        check_requirements(options)
         self.model = model
         self.options = options
         self.input_buffers = BufferTable()
@@ -443,7 +442,7 @@ class Dispatcher(OptimizedCallable):
         """Capture a call; or the reason why it has to be a later one."""
         model, options = self.model, self.options
         tensors = (*model.parameters(), *model.buffers(), *args)
-        check_level(options.kernels, [tensor for tensor in tensors if isinstance(tensor, Tensor)])
+        check_requirements(options, [tensor for tensor in tensors if isinstance(tensor, Tensor)])
         if any(map(is_lazy, model.parameters())):
             return _LAZY
         if reason := unusual_model(model):

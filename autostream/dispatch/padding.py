@@ -12,7 +12,6 @@ A dimension that is padded is said to be dynamic; a bucket has the sizes that it
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,9 +44,10 @@ from autostream.frontend.trial import Tried, tried
 from autostream.ir import Decision
 from autostream.options import Options
 from autostream.reporting.report import Report
+from autostream.utils.logs import Log
 from autostream.utils.storages import storage_of
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class _Outdated(Exception):  # noqa: N818 - a notice within this file, not an error

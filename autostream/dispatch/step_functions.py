@@ -8,7 +8,6 @@ call ──▶ like a recent one? ──▶ replay
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import update_wrapper
@@ -32,8 +31,9 @@ from autostream.options import Options, disabled
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.runtime.input_buffers import BufferTable
+from autostream.utils.logs import Log
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 _MOST_REASONS = 100
 

@@ -7,7 +7,6 @@ value of a mask that depends on no input is computed, once for each graph.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from autostream.errors import first_line
+from autostream.utils.logs import Log
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 _MOST_ELEMENTS = 1 << 26
 """The largest mask that is computed here, for 8,192 tokens: 64 MiB."""

@@ -15,7 +15,6 @@ Nothing is kept if Inductor's ``force_disable_caches`` is set.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -29,9 +28,10 @@ from autostream.fusion.inductor import fuse, obstacle, restore_fused, with_setti
 from autostream.fusion.kernel_json import from_json, to_json
 from autostream.ir import Program
 from autostream.store import Notes, Store
+from autostream.utils.logs import Log
 from autostream.utils.stopwatch import Stopwatch
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 _STORE = Store("fused", "fused kernels", "its program is fused again", most=256)
 """A graph of GoogLeNet's size takes a third of a MB."""

@@ -19,7 +19,6 @@ import copy
 import difflib
 import importlib
 import importlib.util
-import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -55,9 +54,10 @@ from autostream.fusion.out_variants import use_out_variants
 from autostream.fusion.random_ops import random_decompositions, random_ops_of, restore_random_order
 from autostream.fusion.scalars import compute_once
 from autostream.ir import Program, Role
+from autostream.utils.logs import Log
 from autostream.utils.storages import storage_of
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 aten = torch.ops.aten
 
@@ -174,9 +174,18 @@ def check_level(kernels: str, tensors: Iterable[Tensor] = ()) -> None:
     """
     if kernels != "inductor":
         return
-    on_cpu = not torch.cuda.is_available() or {tensor.device.type for tensor in tensors} == {"cpu"}
-    if reason := obstacle("cpu" if on_cpu else "cuda"):
+    if reason := obstacle("cpu" if runs_on_cpu(tensors) else "cuda"):
         raise OptionError(f'kernels="inductor" is not to be had: {reason}')
+
+
+def runs_on_cpu(tensors: Iterable[Tensor]) -> bool:
+    """Whether a model of these tensors runs on the CPU: there is no GPU, or there are tensors, all of them there.
+
+    Example:
+        >>> runs_on_cpu([torch.ones(1)])
+        True
+    """
+    return not torch.cuda.is_available() or {tensor.device.type for tensor in tensors} == {"cpu"}
 
 
 def obstacle(device: str) -> str:

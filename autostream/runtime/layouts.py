@@ -21,7 +21,6 @@ each tensor is compared.
 from __future__ import annotations
 
 import ctypes
-import logging
 import subprocess
 import tempfile
 import weakref
@@ -35,8 +34,9 @@ import torch
 from torch import Tensor
 
 from autostream.errors import first_line
+from autostream.utils.logs import Log
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 class Layouts:

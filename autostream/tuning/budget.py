@@ -8,7 +8,7 @@ from autostream.ir import Candidate, Decision
 from autostream.reporting.tables import size
 
 SLACK_BYTES = 2 * 2**20
-"""Bytes that a schedule may take beyond one stream at any ratio of at least 1: the smallest block that PyTorch's
+"""Bytes that a schedule may take beyond one stream at any ratio: the smallest block that PyTorch's
 allocator requests from a GPU."""
 
 
@@ -32,10 +32,7 @@ def room_bytes(sequential: Candidate, budget: int | float, given_bytes: int) -> 
     if not isinstance(budget, float) or math.isinf(budget):
         return budget
     one = sequential.memory_bytes + given_bytes
-    most = round(budget * one)
-    if budget >= 1:
-        most = max(most, one + SLACK_BYTES)
-    return most - given_bytes
+    return max(round(budget * one), one + SLACK_BYTES) - given_bytes
 
 
 def excess(

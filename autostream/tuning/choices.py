@@ -16,7 +16,6 @@ the choice, and the code of this package. Only schedules that were captured on a
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -30,9 +29,10 @@ from autostream.ir import Decision, Program, Schedule
 from autostream.options import Options
 from autostream.store import Notes, Store, code_in, key_of
 from autostream.utils.data import decoded, encoded
+from autostream.utils.logs import Log
 from autostream.utils.stopwatch import Stopwatch
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 _STORE = Store("choices", "the chosen schedule", "its schedule is chosen again", most=1024)
 """A schedule of GoogLeNet's size takes 30 kB."""

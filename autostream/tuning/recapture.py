@@ -6,7 +6,6 @@ tuned ──▶ captured_into_pool ──▶ by_address: a graph for each set of
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,8 +23,9 @@ from autostream.runtime.restore import undone
 from autostream.tuning.select import Execution
 from autostream.tuning.tune import Tuned
 from autostream.utils.locks import preparing
+from autostream.utils.logs import Log
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 def captured_into_pool(tuned: Tuned, arguments: Sequence[Tensor], pools: GraphPools) -> Tuned:

@@ -12,7 +12,6 @@ ATen ops ──▶ fuse ──▶ plan, measure ──▶ faster than the ATen o
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,9 +34,10 @@ from autostream.tuning.agreement import ALONE, Peers, agree_on, peers_of
 from autostream.tuning.candidates import Priced, best_of, candidates_again, candidates_for, check, variants_of
 from autostream.tuning.choices import Choice, choice_key, now, read, write
 from autostream.tuning.select import MARGIN, Selection, build, select, written
+from autostream.utils.logs import Log
 from autostream.utils.stopwatch import Stopwatch
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from autostream.options import Options
+from autostream.utils.logs import Log
 
-log = logging.getLogger(__name__)
+log = Log(__name__)
 
 TUNING = ("price", "search", "select")
 """The stages that ``tuning_seconds`` limits."""

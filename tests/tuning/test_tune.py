@@ -112,7 +112,6 @@ def test_a_program_is_captured_if_possible_and_else_the_reason_is_reported(
     [
         ({}, []),
         ({"cuda_graph": False}, []),
-        ({"cuda_graph": True}, ["there is no CUDA graph on the CPU"]),
         ({"kernels": "inductor"}, ['this program runs on the CPU: use kernels="eager"; ops stay those of ATen']),
         ({"inductor_options": {"max_autotune": True}}, ["leave them out, or move the model to a GPU"]),
     ],

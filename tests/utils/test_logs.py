@@ -20,13 +20,19 @@ with torch.no_grad():
 def test_stages_are_logged_once_on_standard_error_from_the_level_that_is_set(level: str) -> None:
     environment = {**os.environ, "AUTOSTREAM_LOG": level}
     process = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
-    lines = [line for line in process.stderr.splitlines() if "autostream." in line]
+    lines = [line for line in process.stderr.splitlines() if "autostream: " in line]
     assert (process.returncode == 0) == (level != "loud"), process.stderr
     if level == "debug":
         assert {"trace", "schedule", "verify"} <= {line.split(": ")[1] for line in lines if line.count(": ") == 2}
         assert len([line for line in lines if "trace: " in line]) == 1
-        assert not [line for line in lines if line.startswith("root: ")]
+        assert all(line.startswith("autostream: ") for line in lines), "and not with root, which has a handler, too"
     elif level == "warning":
         assert lines == []
     else:
         assert "AUTOSTREAM_LOG is 'loud': use debug" in process.stderr
+
+
+def test_warnings_say_who_speaks() -> None:
+    program = "import torch, autostream; autostream.optimize(torch.nn.ReLU())(torch.ones(2).to_sparse())"
+    process = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    assert process.stderr.startswith("autostream: "), process.stderr
