@@ -48,8 +48,9 @@ class Options:
         kernels: ``"eager"``: ATen ops; ``"inductor"``: kernels fused by TorchInductor; ``"auto"``: the faster of
             both on a GPU, ``"eager"`` on a CPU.
         inductor_options: for fused kernels, settings of ``torch._inductor.config`` by name, e.g.
-            ``{"max_autotune": True}``. With ``{"freezing": True}`` weights are constants: the next call recompiles if
-            one has changed, but changes through ``tensor.data``, which PyTorch does not count, are not noticed.
+            ``{"max_autotune": True}``. With ``{"freezing": True}`` weights are constants where that was measured to be
+            faster: the next call recompiles if one has changed, but changes through ``tensor.data``, which PyTorch does
+            not count, are not noticed.
         guards: what each call checks. ``"dynamo"``: all guards of TorchDynamo, and the addresses of weights.
             ``"inputs"``: the inputs only, as with ``torch.cuda.make_graphed_callables``: the model's tensors must keep
             their addresses (their values may change in place), and its Python code must do the same in each call. A

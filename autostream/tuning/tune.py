@@ -188,7 +188,28 @@ def _fused(
     stopwatch: Stopwatch,
     peers: Peers,
 ) -> tuple[Tuned | None, str]:
-    """The program in fused kernels, or why not. Errors are not kept, since their tracebacks hold memory."""
+    """The program in fused kernels, or why not. Frozen weights are kept if they were measured to be faster."""
+    fused, reason = _fused_with(options, planned, program, arguments, stopwatch, peers)
+    if fused is None or not fused.program.frozen:
+        return fused, reason
+    unfrozen = replace(options, inductor_options={**options.inductor_options, "freezing": False})
+    other, _ = _fused_with(unfrozen, planned, program, arguments, stopwatch, peers)
+    if other is None or _beats(fused, other.measured_us):
+        return fused, ""
+    times = f"{fused.measured_us:.1f} µs, which is not {MARGIN:.0%} less than {other.measured_us:.1f} µs"
+    refusal = Decision("", "not frozen", f"with weights as constants, it takes {times} with weights as they are")
+    return replace(other, refusals=(refusal, *other.refusals)), ""
+
+
+def _fused_with(
+    options: Options,
+    planned: Planned,
+    program: Program,
+    arguments: Sequence[Tensor],
+    stopwatch: Stopwatch,
+    peers: Peers,
+) -> tuple[Tuned | None, str]:
+    """The program in kernels by these options, or why not. Errors are not kept, as their tracebacks hold memory."""
     try:
         kernels, notes = _kernels(program, arguments, options, stopwatch, peers)
     except FusionError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,13 +142,15 @@ class Levels:
         self.planned: list[tuple[str, str]] = []
 
         def fuse(
-            program: Program, settings: object, tensors: object, stopwatch: object
+            program: Program, settings: Mapping[str, Any], tensors: object, stopwatch: object
         ) -> tuple[Program, tuple[Decision, ...]]:
-            return replace(program, level="inductor"), ()
+            frozen = frozenset({0}) if settings.get("freezing") else frozenset()
+            return replace(program, level="inductor", frozen=frozen), ()
 
         def planned(program: Program, arguments: Any, bound: Any, options: Options, *_: Any) -> Tuned:
             self.planned.append((program.level, options.policy))
             name = "sequential" if options.policy == "sequential" else program.level
+            name = "frozen" if program.frozen else name
             if name not in times:
                 raise RuntimeError(f"{name} does not run")
             chosen = Candidate(Schedule("mine", 1, ()), captured=True, predicted_us=1.0, measured_us=times[name])
@@ -164,6 +167,8 @@ def of_a_gpu(**options: Any) -> Tuned:
 
 SLOWER = "fused, it takes 105.0 µs, which is not 1% less than {} µs as it is"
 ALONE = "ops as they are could not be measured beside it: RuntimeError: sequential does not run"
+FREEZING = {"kernels": "inductor", "inductor_options": {"freezing": True}}
+THAWED = "with weights as constants, it takes 60.0 µs, which is not 1% less than 50.0 µs with weights as they are"
 CASES: dict[str, tuple[dict[str, Any], dict[str, float], str, list[tuple[str, str]], list[str]]] = {
     "fused is faster": ({}, {"inductor": 50.0, "sequential": 100.0}, "inductor", [*INDUCTOR, *SEQUENTIAL], []),
     "fused is slower": ({}, SLOW | {"aten": 90.0}, "aten", ALL, [SLOWER.format(90.0)]),
@@ -179,6 +184,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, float], str, list[tuple[str, st
         [*INDUCTOR, *ATEN],
         [FAILED],
     ),
+    "frozen is faster": (FREEZING, {"frozen": 40.0, "inductor": 50.0}, "inductor", INDUCTOR * 2, []),
+    "frozen is slower": (FREEZING, {"frozen": 60.0, "inductor": 50.0}, "inductor", INDUCTOR * 2, [THAWED]),
+    "only frozen runs": (FREEZING, {"frozen": 60.0}, "inductor", INDUCTOR * 2, []),
     "ATen fails": ({}, {"inductor": 50.0}, "inductor", [*INDUCTOR, *SEQUENTIAL], [ALONE]),
 }
 
@@ -190,6 +198,7 @@ def test_the_faster_kernels_are_chosen_and_the_reason_is_reported(name: str, mon
     levels = Levels(monkeypatch, **times)
     result = of_a_gpu(**options)
     assert (result.program.level, levels.planned) == (level, planned)
+    assert bool(result.program.frozen) == (name in ("frozen is faster", "only frozen runs"))
     assert [refusal.reason for refusal in result.refusals] == reasons
 
 
