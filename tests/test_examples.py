@@ -14,6 +14,8 @@ EXAMPLES = sorted(
 
 RUN = """
 import sys, torch
+from autostream.cli.zoo import import_without_compiled_ops
+import_without_compiled_ops("torchvision")  # which transformers imports
 paths, sys.argv = sys.argv[1:], ["example"]
 for path in paths:
     print("EXAMPLE", flush=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -12,10 +14,10 @@ from torch import Tensor
 
 from autostream.dispatch.compiled_graph import CompiledGraph, CompiledSignature, report_of_halves
 from autostream.dispatch.replay import GuardFailed, Replay
-from autostream.frontend.capture import Capture
+from autostream.frontend.capture import Capture, Input
 from autostream.frontend.guards import GUARDS_SKIP_WEIGHTS
 from autostream.frontend.inputs import aliases_of
-from autostream.frontend.tree import Structure, flatten, shares_containers
+from autostream.frontend.tree import Structure, flatten, objects_in, same, shares_containers
 from autostream.reporting.report import Report
 from autostream.runtime.layouts import SameMetadata
 from autostream.runtime.partial_call import PartialCall
@@ -48,7 +50,10 @@ class CapturedCall:
         self.captured, self.label = replace(captured, tensors=()), label
         self.guards = captured.guards
         self._run, self._ready, self._halves = run, signature, halves
-        self._restored = captured.restored(_checking_weights(captured, run) if GUARDS_SKIP_WEIGHTS else run)
+        self._objects: tuple[weakref.ref[Any], ...] = ()
+        """Those among the arguments of the latest call on the slow path that are neither containers nor constants."""
+        run = _checking_weights(captured, run) if GUARDS_SKIP_WEIGHTS else run
+        self._restored = captured.restored(_marking_kept(captured.kept, run) if captured.kept else run)
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call with the Python side effects that the model has, and return what the model returns.
@@ -98,6 +103,13 @@ class CapturedCall:
         captured, compiled = self.captured, self.compiled
         if captured.effects or compiled is None:
             return None
+        try:
+            tensors, call = flatten((args, kwargs), same)
+        except Exception:  # there are objects without weak references
+            return None
+        former, self._objects = self._objects, objects_in(call)
+        if len(former) != len(self._objects) or not all(map(is_, former, self._objects)):
+            return None  # other objects, such as batches, may come in each call
         values = captured.graph_inputs(model, args, kwargs)
         signature = compiled.signature(values)
         self._ready = signature or self._ready  # the one before may have been dropped
@@ -108,12 +120,18 @@ class CapturedCall:
         if scheduled.captured is not None and (graph := scheduled.reading(arguments)) is None:
             return None
         try:
-            tensors, call = flatten((args, kwargs))
             structure, returned = self._returned(model, args, kwargs)
-        except Exception:  # an unknown container, or the model reads an output's value
+        except Exception:  # the model reads an output's value, or returns what cannot be made again
             return None
         state = {id(value) for value, source in zip(values, captured.inputs, strict=True) if not source.is_argument}
         positions = {id(tensor): at for at, tensor in enumerate(tensors)}
+        inside = [
+            (source, value)
+            for source, value in zip(captured.inputs, values, strict=True)
+            if source.is_argument and id(value) not in positions
+        ]
+        if not _are_there(inside, args, kwargs):
+            return None
         inputs = [None if id(a) in state else positions.get(id(a)) for a in arguments]
         held = [argument for argument, at in zip(arguments, inputs, strict=True) if at is None]
         sources = _sources(returned, len(scheduled.program.outputs), [*tensors, *held])
@@ -126,6 +144,7 @@ class CapturedCall:
             tensors,
             (structure, sources),
             partial(captured.guards, model) if guarded else None,
+            partial(_are_there, inside) if inside else None,
             captured.stores,
             guards_first=graph is None or not scheduled.harmless,
             writes=scheduled.writes,
@@ -147,9 +166,25 @@ class CapturedCall:
         value, again = restored(model, args, kwargs), restored(model, args, kwargs)
         if shares_containers(value, again):
             raise ValueError("a container that the model has is returned")
-        tensors, structure = flatten(value)
+        _, call = flatten((args, kwargs), same)
+        given = [reference() for reference in objects_in(call)]
+        tensors, structure = flatten(value, partial(_one_of, given))
         positions = {id(output): at for at, output in enumerate(outputs)}
         return structure, [positions.get(id(tensor), tensor) for tensor in tensors]
+
+
+def _one_of(objects: Sequence[object], value: object) -> Structure:
+    if not any(value is each for each in objects):
+        raise ValueError("an object that is no argument is returned")
+    return same(value)
+
+
+def _are_there(inside: Sequence[tuple[Input, object]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether objects among the arguments have these values where the graph's inputs come from."""
+    try:
+        return all(source.fetch(args, kwargs) is value for source, value in inside)
+    except Exception:
+        return False
 
 
 def _checking_weights(captured: Capture, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
@@ -163,6 +198,18 @@ def _checking_weights(captured: Capture, run: Callable[..., Sequence[Any]]) -> C
         return run(*values)
 
     return checked
+
+
+def _marking_kept(kept: Sequence[int], run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+    """Run a graph; tensors that its arguments keep are said to stay where they are, for calls that read them."""
+
+    def marked(*values: Any) -> Sequence[Any]:
+        outputs = run(*values)
+        for at in kept:
+            torch._dynamo.mark_static_address(outputs[at])
+        return outputs
+
+    return marked
 
 
 def _sources(returned: Sequence[int | Tensor], outputs: int, others: Sequence[Tensor]) -> list[int] | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,12 +41,19 @@ from autostream.errors import AutostreamError, FastPathError, OptionError, Targe
 from autostream.frontend.aten import drop_weak_references, mode_of
 from autostream.frontend.autograd import differentiable
 from autostream.frontend.capture import Capture, capture
-from autostream.frontend.eager_only import exporting, traced_by_fx, unusual_call, unusual_model, unusual_tensor
+from autostream.frontend.eager_only import (
+    exporting,
+    growing_cache,
+    traced_by_fx,
+    unusual_call,
+    unusual_model,
+    unusual_tensor,
+)
 from autostream.frontend.inputs import aliases_of, described, names_of
 from autostream.frontend.modules import name_of
 from autostream.frontend.saved_tensors import hooks_are_set
 from autostream.frontend.settings import numerics
-from autostream.frontend.tree import flatten, unflatten
+from autostream.frontend.tree import Structure, flatten, unflatten
 from autostream.frontend.trial import check_call, check_devices
 from autostream.ir import Decision
 from autostream.options import Options, disabled, paranoid
@@ -331,6 +339,8 @@ class Dispatcher(OptimizedCallable):
             entries = self._admission.entries
             others = [cached for cached in self._replays if cached.entry in entries.get(cached.key, ())]
             self._replays = (_CachedReplay(replay, key, entry, self._state_ids() & replay.held), *others)
+            for reference in replay.objects:  # a cache takes its tensors along when it goes
+                weakref.finalize(reference(), _let_go, weakref.ref(self), weakref.ref(entry)).atexit = False
         return value
 
     def _count_replays(self) -> None:
@@ -369,15 +379,17 @@ class Dispatcher(OptimizedCallable):
 
     def _unusual(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why a call must run eagerly, or ``""``."""
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        return unusual_call() or unusual_tensor(tensors)
+        values = (*args, *kwargs.values())
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        return unusual_call() or unusual_tensor(tensors) or growing_cache(values)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, str]:
         """A key by which to look up the entries whose guards may hold, and a description of such calls."""
         mode = "train" if self._training else "eval"
         recorded = torch.is_grad_enabled()
         try:
-            tensors, structure = flatten((args, kwargs))
+            # What an object holds is for the guards to compare.
+            tensors, structure = flatten((args, kwargs), lambda value: Structure(type(value)))
         except TraceError:  # Dynamo may know how to flatten them
             return (recorded, numerics()), f"some arguments, {mode}, {'gradients' if recorded else 'no gradients'}"
         kinds = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
@@ -544,6 +556,13 @@ class Dispatcher(OptimizedCallable):
     def name(self) -> str:
         """The model's, for reports and logs."""
         return name_of(self.model)
+
+
+def _let_go(dispatcher: weakref.ref[Dispatcher], entry: weakref.ref[CapturedCall]) -> None:
+    """Drop the fast path of an entry that holds tensors of an argument that is gone."""
+    live, captured = dispatcher(), entry()
+    if live is not None and captured is not None:
+        live._drop_replays(captured)
 
 
 def _chosen(report: Report) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from autostream.frontend.eager_only import unusual_call
 from autostream.frontend.guards import GUARDS_SKIP_WEIGHTS
 from autostream.frontend.settings import watch_unguarded
-from autostream.frontend.tree import TENSOR, Structure, tensors_like, unflatten
+from autostream.frontend.tree import TENSOR, Structure, objects_in, tensors_like, unflatten
 from autostream.runtime.layouts import Layouts, metadata_check
 from autostream.utils.storages import storage_of
 
@@ -39,6 +39,7 @@ class Replay:
         returned: the structure of the model's return value, and for each tensor in it its index among the program's
             outputs, then the call's tensors, then ``held``.
         guards: take ``(args, kwargs)``; ``None`` if the user promises that only inputs change (``guards="inputs"``).
+        holds: whether the tensors in objects among ``(args, kwargs)`` are those in ``held``; ``None`` without such.
         stores: objects, attribute names and the values that a call assigns to them.
         guards_first: whether to check the guards before the replay.
         writes: whether the program writes any of its arguments.
@@ -46,6 +47,7 @@ class Replay:
     Attributes:
         repeatable: whether a failed call may run again without side effects that the user could see.
         held: ids of the model's tensors that it holds.
+        objects: among the arguments, whose tensors it holds too; weak references.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Replay:
         tensors: Sequence[Tensor],
         returned: tuple[Structure, Sequence[int]],
         guards: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None,
+        holds: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None,
         stores: Sequence[tuple[Any, str, Any]],
         *,
         guards_first: bool,
@@ -71,12 +74,13 @@ class Replay:
         self._storages = frozenset(map(storage_of, held)) if writes else frozenset()
         self._structure, self._sources = returned
         self._single = self._structure is TENSOR and list(self._sources) == [0]
-        self._guards, self._guards_first = guards, guards_first or guards is None
+        self._guards, self._guards_first, self._holds = guards, guards_first or guards is None, holds
         self._stores = list(stores)
         self._recorded = torch.is_grad_enabled()
         self._same_numerics = watch_unguarded()
         self.repeatable = not writes
         self.held = frozenset(map(id, held))
+        self.objects = objects_in(call)
 
     @property
     def is_in_place(self) -> bool:
@@ -99,6 +103,7 @@ class Replay:
             and torch.is_grad_enabled() is self._recorded
             and not unusual_call()
             and (self._one or self._apart(tensors))
+            and (self._holds is None or self._holds(args, kwargs))
         )
         return tensors if alike else None
 

@@ -33,7 +33,8 @@ File                   Interface                                          Where 
 ``aten.py``            ``FakeTensorMode``, ``ShapeEnv``                   no fallback
 ..                     ``fx.Graph._root``: order of placeholders          no fallback
 ..                     ``meta_converter``: references to real tensors     ``swap_tensors`` refuses the tensors
-``inputs.py``          ``_dynamo_static_input_type``: marks buffers       buffers are copied in each call
+``inputs.py``          ``_dynamo_static_input_type``: marks buffers,      buffers are copied in each call
+..                     and caches among the arguments                     caches are copied in each call
 ``autograd.py``        ``aot_module_simplified``, ``TracingContext``      no fallback
 ..                     ``bw_donated_idxs``                                ``retain_graph=True`` may be refused
 ..                     ``_register_effectful_op``                         no error where a factorization fails

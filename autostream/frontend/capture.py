@@ -63,11 +63,25 @@ class Input:
         source: as Dynamo writes it, such as ``L['model']._modules['fc']._parameters['weight']``.
         is_argument: whether it is an argument of the call or lies in one. All others belong to the model, or are
             globals.
+        steps: by which it is reached from the locals of the call: whether each reads an attribute, and its name, or the
+            key of an item. Empty where Dynamo reaches it otherwise.
     """
 
     name: str
     source: str
     is_argument: bool
+    steps: tuple[tuple[bool, Any], ...] = ()
+
+    def fetch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Its value in a call, by its steps.
+
+        Raises:
+            Exception: a step leads nowhere.
+        """
+        value: Any = {"args": args, "kwargs": kwargs}
+        for is_attribute, key in self.steps:
+            value = getattr(value, key) if is_attribute else value[key]
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +98,8 @@ class Capture:
         stores: the constants that a call assigns to attributes of Python objects.
         effects: whether a call has side effects on Python objects beyond ``stores``.
         leaves_gradients: whether it sets the ``.grad`` of a tensor to a tensor.
+        kept: the outputs of ``module`` that it leaves in attributes of its arguments, by index, such as the tensors
+            that a cache is made of in its first use.
         changed: with ``unguarded``, each object that the call changes, and the steps by which it reaches it
             (``guards.steps_of``).
     """
@@ -97,6 +113,7 @@ class Capture:
     stores: tuple[Store, ...] = ()
     effects: bool = False
     leaves_gradients: bool = False
+    kept: tuple[int, ...] = ()
     changed: tuple[tuple[object, str], ...] = ()
 
     def graph_inputs(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -158,7 +175,7 @@ def capture(
         >>> captured.guards(torch.nn.Linear(2, 3), (torch.ones(1, 2),), {})
         False
     """
-    graphs: list[tuple[fx.GraphModule, Sequence[Any], tuple[Store, ...], bool, bool, list[Any]]] = []
+    graphs: list[tuple[fx.GraphModule, Sequence[Any], tuple[Store, ...], bool, bool, list[str], list[Any]]] = []
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
         graphs.append((module, example_inputs, *_side_effects()))
@@ -180,7 +197,7 @@ def capture(
                 raise FastPathError(PYTHONS_NUMBERS)
             if not graphs:
                 return None
-            ((module, example_inputs, stores, effects, leaves_gradients, sources),) = graphs
+            ((module, example_inputs, stores, effects, leaves_gradients, kept_names, sources),) = graphs
             captured = _capture_of(output, function.__code__, scope, module, example_inputs, unguarded)
         known = output.graph_capture_output().f_globals
         stores = tuple((value_of(source, scope, known), name, value) for source, name, value in stores)
@@ -191,7 +208,11 @@ def capture(
                 for source in sources
                 for step in ((value_of(source, scope, known), ""), *steps_of(source, scope, known))
             )
-        return replace(captured, stores=stores, effects=effects, leaves_gradients=leaves_gradients, changed=changed)
+        results: Any = module.graph.output_node().args[0]
+        kept = tuple(at for at, result in enumerate(results) if getattr(result, "name", "") in kept_names)
+        return replace(
+            captured, stores=stores, effects=effects, leaves_gradients=leaves_gradients, kept=kept, changed=changed
+        )
     except (ImportError, AttributeError) as error:  # PyTorch lacks a private interface
         raise TraceError(first_line(error)) from error
 
@@ -234,7 +255,7 @@ def _capture_of(
     if numbers := [node.name for node, value in values if not isinstance(value, Tensor)]:
         raise TraceError(f"the graph takes a number, {numbers[0]}: pass it as a tensor")
     inputs = tuple(
-        Input(node.name, source_name(source), is_argument(source))
+        Input(node.name, source_name(source), is_argument(source), _steps(source))
         for node, source in zip(placeholders, sources, strict=True)
     )
     held = [source for source, item in zip(sources, inputs, strict=True) if not item.is_argument]
@@ -266,14 +287,28 @@ def is_argument(source: Any) -> bool:
     return getattr(source, "local_name", "") in ("args", "kwargs")
 
 
-def _side_effects() -> tuple[tuple[Store, ...], bool, bool, list[Any]]:
+def _steps(source: Any) -> tuple[tuple[bool, Any], ...]:
+    """The steps to a value (see :class:`Input`): attributes and items alone."""
+    base = getattr(source, "base", None)
+    if base is None:
+        name = getattr(source, "local_name", "")
+        return ((False, name),) if name else ()
+    before, member, index = _steps(base), getattr(source, "member", None), getattr(source, "index", None)
+    if not before or (not isinstance(member, str) and not isinstance(index, int | str)):
+        return ()
+    return (*before, (True, member) if isinstance(member, str) else (False, index))
+
+
+def _side_effects() -> tuple[tuple[Store, ...], bool, bool, list[str], list[Any]]:
     """The side effects of the current trace on Python objects that existed before it.
 
     Returns:
         The constants that it assigns to attributes; whether there are other side effects; whether it sets a
-        gradient; and the sources of the objects that it changes.
+        gradient; the graph's nodes that it assigns to attributes of arguments; and the sources of the objects that it
+        changes.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
     output_graph: Any = InstructionTranslator.current_tx().output
@@ -287,14 +322,21 @@ def _side_effects() -> tuple[tuple[Store, ...], bool, bool, list[Any]]:
     sources = [item.source for item in changed if item.source is not None]
     gradients = [effects.store_attr_mutations.get(item, {}).get("grad") for item in changed]
     leaves_gradients = any(value is not None and _constants({"grad": value}) is None for value in gradients)
+    kept = [
+        value.as_proxy().node.name
+        for item in changed
+        if item.source is not None and is_argument(item.source)
+        for value in effects.store_attr_mutations.get(item, {}).values()
+        if isinstance(value, TensorVariable)
+    ]
     for item in changed:
         attributes = effects.store_attr_mutations.get(item)
         constants = None if attributes is None else _constants(attributes)
         is_container = isinstance(vars(item).get("value"), list | dict | set | tuple)
         if constants is None or item.source is None or is_container or is_argument(item.source):
-            return (), True, leaves_gradients, sources
+            return (), True, leaves_gradients, kept, sources
         stores += [(item.source, name, value) for name, value in constants.items()]
-    return tuple(stores), bool(effects.tensor_hooks or effects.save_for_backward), leaves_gradients, sources
+    return tuple(stores), bool(effects.tensor_hooks or effects.save_for_backward), leaves_gradients, kept, sources
 
 
 def _constants(attributes: Mapping[str, Any]) -> dict[str, Any] | None:

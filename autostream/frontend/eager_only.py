@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from traceback import walk_stack
 
 import torch
@@ -134,6 +134,22 @@ def unusual_tensor(tensors: Sequence[Tensor]) -> str:
     for index, tensor in enumerate(tensors):
         if reason := unusual(tensor):
             return f"input {index} {reason}"
+    return ""
+
+
+def growing_cache(values: Iterable[object]) -> str:
+    """Which of these arguments is a cache that has another size in each call, and what to use instead; or ``""``.
+
+    Caches of transformers say so themselves.
+
+    Example:
+        >>> growing_cache([torch.ones(2), None])
+        ''
+    """
+    for value in values:
+        if getattr(value, "is_compileable", True) is False:
+            kind = type(value).__name__
+            return f'{kind} grows from call to call: use a static cache (cache_implementation="static" of generate)'
     return ""
 
 

@@ -17,7 +17,8 @@ def names_of(captured: Capture, model: nn.Module) -> list[tuple[Role, str]]:
     """For each input of a captured graph its role and a unique name.
 
     Parameters and buffers have the names that they have in the model, arguments are numbered, and all other inputs
-    have the names of their sources in Dynamo.
+    have the names of their sources in Dynamo. So have tensors in arguments whose address was said to stay
+    (``torch._dynamo.mark_static_address``), such as those of a static cache: they count as buffers.
 
     Example:
         >>> from autostream.frontend.capture import capture
@@ -33,7 +34,7 @@ def names_of(captured: Capture, model: nn.Module) -> list[tuple[Role, str]]:
     names = []
     for at, (item, tensor) in enumerate(zip(captured.inputs, captured.tensors, strict=True)):
         if item.is_argument:
-            names.append((Role.INPUT, str(at)))
+            names.append((Role.BUFFER, item.source) if _stays(tensor) else (Role.INPUT, str(at)))
         else:
             other = Role.PARAMETER if isinstance(tensor, nn.Parameter) else Role.CONSTANT
             names.append(known.get(id(tensor), (other, item.source)))
@@ -52,8 +53,12 @@ def names_like(values: Sequence[Any]) -> list[tuple[Role, str]]:
 def _role(value: Any) -> Role:
     if isinstance(value, nn.Parameter):
         return Role.PARAMETER
-    static = isinstance(value, Tensor) and getattr(value, "_dynamo_static_input_type", None) is not None
-    return Role.BUFFER if static else Role.INPUT
+    return Role.BUFFER if isinstance(value, Tensor) and _stays(value) else Role.INPUT
+
+
+def _stays(tensor: Tensor) -> bool:
+    """Whether the tensor was marked as one whose address stays the same from call to call."""
+    return getattr(tensor, "_dynamo_static_input_type", None) is not None
 
 
 def described(tensors: Sequence[Tensor], device: str | None = None) -> str:

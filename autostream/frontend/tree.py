@@ -9,6 +9,7 @@ A :class:`Structure` is hashable: two values with equal structures differ in the
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import OrderedDict, UserDict, UserList, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -41,11 +42,30 @@ class Structure(NamedTuple):
     """
 
     kind: type
-    context: Hashable = None
+    context: Any = None
     children: tuple[Structure, ...] | None = None
 
 
 TENSOR = Structure(Tensor)
+
+
+class Same:
+    """The kind of structures that stand for one object alone, which is not opened: ``context`` refers to it weakly."""
+
+
+def same(value: object) -> Structure:
+    """The structure of an object that only this object has.
+
+    Raises:
+        TypeError: there are no weak references to such objects.
+
+    Example:
+        >>> one, other = Same(), Same()
+        >>> _, structure = flatten([one], same)
+        >>> tensors_like(structure, [one]), tensors_like(structure, [other])
+        ([], None)
+    """
+    return Structure(Same, weakref.ref(value))
 
 
 class Constant:
@@ -54,8 +74,12 @@ class Constant:
     __slots__ = ()
 
 
-def flatten(value: object) -> tuple[list[Tensor], Structure]:
+def flatten(value: object, unknown: Callable[[object], Structure] | None = None) -> tuple[list[Tensor], Structure]:
     """Flatten a nested value.
+
+    Args:
+        value: any.
+        unknown: the structure of an object that is neither a known container nor a constant; without it, there is none.
 
     Returns:
         Its tensors in order (twice, if one occurs twice), and its structure.
@@ -72,7 +96,7 @@ def flatten(value: object) -> tuple[list[Tensor], Structure]:
     """
     tensors: list[Tensor] = []
     try:
-        return tensors, _flatten(value, tensors)
+        return tensors, _flatten(value, tensors, unknown)
     except RecursionError:
         raise _too_deep(value) from None
 
@@ -98,6 +122,8 @@ def _gather(structure: Structure, value: Any, tensors: list[Tensor]) -> bool:
     if kind is Tensor:
         tensors.append(value)
         return isinstance(value, Tensor)
+    if kind is Same:
+        return context() is value
     if type(value) is not kind:
         return False
     if children is None:
@@ -109,6 +135,13 @@ def _gather(structure: Structure, value: Any, tensors: list[Tensor]) -> bool:
     elif not (kind in (tuple, list) and len(value) == len(children)):
         return False
     return all(map(_gather, children, value, repeat(tensors)))
+
+
+def objects_in(structure: Structure) -> tuple[weakref.ref[Any], ...]:
+    """Weak references to the objects that it has by :func:`same`."""
+    if structure.kind is Same:
+        return (structure.context,)
+    return tuple(reference for child in structure.children or () for reference in objects_in(child))
 
 
 def unflatten(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
@@ -229,7 +262,7 @@ def _too_deep(value: object) -> TraceError:
     return TraceError(f"a value of type {kind} is nested too deeply, or contains itself: pass its tensors side by side")
 
 
-def _flatten(value: object, tensors: list[Tensor]) -> Structure:
+def _flatten(value: object, tensors: list[Tensor], unknown: Callable[[object], Structure] | None) -> Structure:
     if isinstance(value, Tensor):
         tensors.append(value)
         return TENSOR
@@ -239,6 +272,8 @@ def _flatten(value: object, tensors: list[Tensor]) -> Structure:
     opened = _open(value)
     if is_unknown(value):
         raise TraceError("the number of a tensor goes to Python: return the tensor instead")
+    if opened is None and unknown is not None:
+        return unknown(value)
     if opened is None:
         raise TraceError(
             f"a value of type {kind.__module__}.{kind.__qualname__} is neither a tensor, a constant nor "
@@ -246,12 +281,14 @@ def _flatten(value: object, tensors: list[Tensor]) -> Structure:
             f"{'it as a dict' if isinstance(value, Mapping) else 'its tensors'}"
         )
     context, children = opened
-    return Structure(kind, _comparable(kind, context), tuple(_flatten(child, tensors) for child in children))
+    return Structure(kind, _comparable(kind, context), tuple(_flatten(child, tensors, unknown) for child in children))
 
 
 def _unflatten(structure: Structure, tensors: Iterator[Tensor | None]) -> Any:
     if structure.kind is Tensor:
         return next(tensors)
+    if structure.kind is Same:
+        return structure.context()
     if structure.children is None:
         return _constant(structure.kind, structure.context)
     children = [_unflatten(child, tensors) for child in structure.children]
