@@ -21,9 +21,7 @@ TOKENS = 32
 
 def rate(model: Any, prompt: Tensor, **options: Any) -> tuple[Tensor, float]:
     """The tokens of the second generation, as the first one compiles, and how many there are in a second."""
-    cache: Any = StaticCache(
-        config=model.config, max_cache_len=64
-    )  # the same one for each prompt: nothing is compiled anew
+    cache: Any = StaticCache(config=model.config, max_cache_len=64)  # the same for all: nothing is captured anew
     heads = model.config.num_key_value_heads
     cache.early_initialization(len(prompt), heads, model.config.head_dim, model.dtype, model.device)
     tokens, seconds = prompt, 0.0

@@ -836,3 +836,27 @@ def test_threads_get_the_gradients_of_their_calls(shared: bool, request: pytest.
     found = in_threads(8, lambda number: [gradient(fast, number + 8 * turn) for turn in range(4)])
     for number, own in enumerate(found):
         close(own, [gradient(model, number + 8 * turn) for turn in range(4)])
+
+
+@pytest.mark.parametrize("where", ["before", "in a graph before"])
+def test_a_backward_of_a_loss_that_was_computed_before_reaches_the_weights(where: str) -> None:
+    """Though Dynamo finds no weight in the graph in which it would trace the backward."""
+    losses: dict[str, Tensor] = {}
+
+    def update(linear: nn.Linear, x: Tensor) -> Tensor:
+        if where == "in a graph before":
+            losses["loss"] = linear(x).square().mean()
+            torch._dynamo.graph_break()
+        losses["loss"].backward()  # type: ignore[no-untyped-call]
+        return x * 2
+
+    torch.manual_seed(0)
+    linear, x = nn.Linear(4, 1), torch.ones(3, 4)
+    fast = autostream.optimize(update, policy="critical_path", streams=2)
+    for _ in range(2):
+        linear.zero_grad()
+        losses["loss"] = linear(x).square().mean()
+        torch.testing.assert_close(fast(linear, x), x * 2)
+        found = linear.weight.grad
+        (expected,) = torch.autograd.grad(linear(x).square().mean(), [linear.weight])
+        torch.testing.assert_close(found, expected)

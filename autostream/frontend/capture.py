@@ -150,6 +150,8 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     unguarded: Callable[[object, str], bool] | None = None,
+    *,
+    differentiates: bool = True,
 ) -> Capture | None:
     """Trace a call, in the modes that are set now. Nothing is computed, and Python's state does not change.
 
@@ -159,6 +161,7 @@ def capture(
         kwargs: its keyword arguments.
         unguarded: of an object and the name of an attribute of it, whether what Dynamo guards there does not count: the
             caller has put it there for the time of the capture.
+        differentiates: whether a backward in the call may be a part of the graph.
 
     Returns:
         ``None`` for a call that computes nothing with tensors.
@@ -185,7 +188,7 @@ def capture(
     globals_: dict[str, Any] = {"__name__": __name__, "__builtins__": builtins}
     function, scope = FunctionType(call.__code__, globals_), {"model": model, "args": args, "kwargs": kwargs}
     try:
-        with compiling(), timed(), errors_not_logged(lambda reason: None):
+        with compiling(trace_autograd_ops=differentiates), timed(), errors_not_logged(lambda reason: None):
             random_state = random.getstate()  # Dynamo runs the model's calls of ``random`` while it traces
             try:
                 output = _compile_frame(function, scope, backend)
@@ -198,6 +201,9 @@ def capture(
             if not graphs:
                 return None
             ((module, example_inputs, stores, effects, leaves_gradients, kept_names, sources),) = graphs
+            if differentiates and torch.is_grad_enabled() and not any(map(_is_leaf, example_inputs)):
+                # Dynamo traces no backward then, though one of a loss that was computed before reaches leaves.
+                return capture(model, args, kwargs, unguarded, differentiates=False)
             captured = _capture_of(output, function.__code__, scope, module, example_inputs, unguarded)
         known = output.graph_capture_output().f_globals
         stores = tuple((value_of(source, scope, known), name, value) for source, name, value in stores)
@@ -215,6 +221,10 @@ def capture(
         )
     except (ImportError, AttributeError) as error:  # PyTorch lacks a private interface
         raise TraceError(first_line(error)) from error
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value.is_leaf
 
 
 def _compile_frame(function: FunctionType, scope: dict[str, Any], backend: Callable[..., Any]) -> Any:

@@ -47,6 +47,7 @@ def with_breaks(model: nn.Module, backend: Backend, on_skip: Callable[[str], Non
     settings = {
         "use_recursive_dict_tags_for_guards": False,  # guards.py cannot correct Dynamo's choice for these guards
         "suppress_errors": True,
+        "trace_autograd_ops": False,  # of a loss that an earlier graph has computed, it would trace no backward
         "capture_scalar_outputs": False,  # a graph that returned a number could not be scheduled: it ends there instead
         "recompile_limit": _RECOMPILES,
         "accumulated_recompile_limit": _RECOMPILES,

@@ -48,7 +48,7 @@ def test_a_cache_that_stays_is_captured_once(model: Any, monkeypatch: pytest.Mon
         assert torch.equal(found, expected.generate(tokens(seed), **GREEDY))
     assert [report.mode for report in reports_of(model)] == ["cuda graph", "cuda graph"]
     assert not again
-    (args, kwargs) = model._compiled_call_impl.static_inputs(tokens(0)[:, :1], past_key_values=cache)
+    _, kwargs = model._compiled_call_impl.static_inputs(tokens(0)[:, :1], past_key_values=cache)
     assert kwargs["past_key_values"] is cache
 
 
