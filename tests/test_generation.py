@@ -20,7 +20,10 @@ from autostream.ir import Role
 from autostream.reporting.report import Report
 from tests.semantics import same
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:.*past_key_values. is deprecated:FutureWarning"),  # from transformers 5.24
+]
 
 QUICK: dict[str, Any] = {"policy": "sequential", "kernels": "eager"}
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -11,7 +11,10 @@ from autostream.cli.zoo import import_without_compiled_ops
 from benchmarks import generation
 from benchmarks.generation import BASELINE, OURS, ROWS, main, measured, table
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread_for_each_op")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo", "one_thread_for_each_op"),
+    pytest.mark.filterwarnings("ignore:.*past_key_values. is deprecated:FutureWarning"),  # from transformers 5.24
+]
 
 
 def test_all_modes_generate_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
