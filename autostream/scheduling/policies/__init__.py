@@ -44,6 +44,6 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 )
 """The policies by name, as in ``Options.policy``.
 
-A new policy is a file here, a line in ``ON_CHAINS``, and its name in ``PolicyName`` of ``options.py``. One that does not
-work on chains of ops has its line in ``POLICIES`` instead, and ``tuning/candidates.py`` has to call it.
+A new policy is a file here, a line in ``ON_CHAINS``, and its name in ``PolicyName`` of ``options.py``. One that does
+not work on chains of ops has its line in ``POLICIES`` instead, and ``tuning/candidates.py`` has to call it.
 """
