@@ -60,8 +60,8 @@ def mlp_layer(width: int = 8192) -> nn.Module:
 
 
 CASES = {
-    "encoder": Case(encoder_layer, 6, (64, 256, 2048)),
-    "MLP": Case(mlp_layer, 8, (8192, 8192)),
+    "encoder": Case(encoder_layer, 6, (256, 256, 2048)),
+    "MLP": Case(mlp_layer, 8, (32_768, 8192)),
 }
 
 
@@ -131,7 +131,7 @@ def busy_together(intervals: Iterable[tuple[int, float, float]]) -> float:
 
 def watched(step: Callable[[], object]) -> float:
     """How long both devices are busy at once in a step; see :func:`busy_together`."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         step()
         synchronize()
     events = (each for each in profiler.events() if each.device_type == DeviceType.CUDA)

@@ -247,8 +247,10 @@ _SAME_EVERYWHERE: Mapping[str, Any] = {"shape_padding": False}
 
 def _listing(program: Program) -> str:
     """A digest of a program's calls, in order, with kernels by name, and without the index of its device."""
+    device = torch.device(program.device)
     calls = [f"{node.name} = {node.target}{node.args}{node.kwargs}" for node in program.module.graph.nodes]
-    return hashlib.sha256("\n".join(calls).replace(program.device, "").encode()).hexdigest()
+    listing = "\n".join(calls).replace(str(device), device.type).replace(repr(device), device.type)
+    return hashlib.sha256(listing.encode()).hexdigest()
 
 
 def _better(planned: Planned, program: Program, fused: Tuned, options: Options) -> Tuned:
