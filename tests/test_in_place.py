@@ -199,7 +199,7 @@ def test_lengths_are_padded() -> None:
     model = Net()
     expected = model(t(3, 4))
     autostream.optimize_(model, dynamic={"x": {0: autostream.Bucket("rows", 8)}})
-    same(model(t(3, 4)), expected)
+    same(model(t(3, 4)), expected, 1e-6)  # products of other sizes round otherwise
     model(t(5, 4))
     assert signatures(model)[0].startswith("8x4")
 
