@@ -53,7 +53,7 @@ from autostream.frontend.inputs import aliases_of, described, names_of
 from autostream.frontend.modules import name_of
 from autostream.frontend.saved_tensors import hooks_are_set
 from autostream.frontend.settings import numerics
-from autostream.frontend.tree import Structure, flatten, unflatten
+from autostream.frontend.tree import Structure, flatten, map_tensors
 from autostream.frontend.trial import check_call, check_devices
 from autostream.ir import Decision
 from autostream.options import Options, disabled, paranoid
@@ -211,8 +211,7 @@ class Dispatcher(OptimizedCallable):
             return args, kwargs
         scheduled, arguments = schedule
         static = {id(a): s for a, s in zip(arguments, scheduled.static_inputs(arguments), strict=True)}
-        tensors, structure = flatten((args, kwargs))
-        return unflatten(structure, [static.get(id(tensor), tensor) for tensor in tensors])
+        return map_tensors(lambda tensor: static.get(id(tensor), tensor), (args, kwargs))
 
     def lowered(self, *args: Any, **kwargs: Any) -> GraphModule | None:
         """The graph that runs calls with these arguments, for reading: its ``code`` has the ops, streams and waits.
