@@ -60,8 +60,8 @@ def mlp_layer(width: int = 8192) -> nn.Module:
 
 
 CASES = {
-    "encoder": Case(encoder_layer, 6, (256, 256, 2048)),
-    "MLP": Case(mlp_layer, 8, (32_768, 8192)),
+    "encoder": Case(encoder_layer, 6, (64, 256, 2048)),
+    "MLP": Case(mlp_layer, 8, (8192, 8192)),
 }
 
 
