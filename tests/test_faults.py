@@ -89,7 +89,7 @@ def test_a_fault_in_any_stage_while_a_model_is_prepared(
             (report,) = fast.reports
             (refusal,) = report.refusals
             assert report.mode == "plain"
-            assert messages(caplog) == [f"Noisy runs plainly: {refusal.reason}"]
+            assert messages(caplog) == [f"autostream: Noisy runs plainly: {refusal.reason}"]
             assert str(fault).splitlines()[0] in refusal.reason
         assert not due
         before.check(Surroundings(model))
@@ -180,7 +180,7 @@ def test_a_schedule_that_runs_out_of_memory_is_replaced_by_eager_calls(
         "there is too little memory to run it as scheduled (OutOfMemoryError: CUDA out of memory. Tried to allocate "
         "2.00 GiB.): free some, or lower memory_budget, and optimize it again"
     )
-    assert messages(caplog) == [f"Quiet runs plainly: {refusal.reason}"]
+    assert messages(caplog) == [f"autostream: Quiet runs plainly: {refusal.reason}"]
     check_works(fast, model, x)
 
 
