@@ -1,35 +1,24 @@
-"""Steps shared by two to four processes over gloo; what they do is in ``scenarios.py``."""
+"""Steps shared by two to four processes over gloo; what they do is in ``scenarios.py``.
+
+Importing torch takes longer than most scenarios, so processes run all of them.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.distributed.processes import LOST, outcomes
+from tests.distributed.processes import LOST, Scenario, outcomes
 from tests.distributed.scenarios import IN_FOUR, IN_THREE, IN_TWO
 
 
-@pytest.fixture(scope="module")
-def in_two() -> dict[str, list[str]]:
-    """How all scenarios ended in both processes: importing torch takes longer than most of them."""
-    return outcomes(IN_TWO, 2)
-
-
-@pytest.fixture(scope="module")
-def in_four() -> dict[str, list[str]]:
-    return outcomes(IN_FOUR, 4)
-
-
-@pytest.mark.parametrize("name", IN_TWO)
-def test_two_processes(name: str, in_two: dict[str, list[str]]) -> None:
-    assert in_two[name] == ["", ""], "\n".join(in_two[name])
-
-
-@pytest.mark.parametrize("name", IN_FOUR)
-def test_four_processes(name: str, in_four: dict[str, list[str]]) -> None:
-    dead = [LOST] if name == "a_process_dies" else [""]
-    assert in_four[name] == ["", "", "", *dead], "\n".join(in_four[name])
-
-
-def test_a_process_that_dies_while_it_measures_ends_the_others() -> None:
-    (found,) = outcomes(IN_THREE, 3).values()
-    assert found == ["", "", LOST], "\n".join(found)
+@pytest.mark.parametrize(
+    ("scenarios", "processes", "killed"),
+    [(IN_TWO, 2, ""), (IN_THREE, 3, "a_process_dies_while_it_measures"), (IN_FOUR, 4, "a_process_dies")],
+    ids=["two", "three", "four"],
+)
+def test_all_scenarios_end_as_they_should(scenarios: dict[str, Scenario], processes: int, killed: str) -> None:
+    """The last process of the scenario in which it is killed has nothing to tell."""
+    found = outcomes(scenarios, processes)
+    good = {name: [*[""] * (processes - 1), LOST if name == killed else ""] for name in scenarios}
+    wrong = {name: "\n".join(texts) for name, texts in found.items() if texts != good[name]}
+    assert not wrong, "\n".join(f"{name}: {text}" for name, text in wrong.items())
