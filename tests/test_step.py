@@ -227,7 +227,93 @@ def test_gradients_that_go_from_call_to_call_keep_the_step_eager() -> None:
         torch.testing.assert_close(step(torch.ones(2, 3)), eager(torch.ones(2, 3)).detach())
         torch.testing.assert_close(model.weight.grad, other.weight.grad)
     (report,) = step.reports
+    assert "gradient of module_0.weight (1x3), which is there when" in report.refusals[0].reason
     assert "call zero_grad() before each backward" in report.refusals[0].reason
+
+
+@pytest.mark.parametrize("cleared", ["first", "last"])
+def test_an_optimizer_that_a_call_leaves_alone_does_not_matter(cleared: str) -> None:
+    """TD3: the actor learns in every other step, and what it leaves in the gradients of the critic is cleared later."""
+
+    def make() -> tuple[Update, Sequence[Optimizer], nn.Module]:
+        torch.manual_seed(0)
+        actor, critic = layers(3, 4, 2), layers(5, 4, 1)
+        target = copy.deepcopy(critic).requires_grad_(False)
+        adams = actor_adam, critic_adam = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (actor, critic)]
+
+        def update(x: Tensor, *, delayed: bool) -> Tensor:
+            with torch.no_grad():
+                goal = target(torch.cat([x, actor(x)], -1))
+            loss = F.mse_loss(critic(torch.cat([x, torch.ones_like(x)[:, :2]], -1)), goal + 1)
+            critic_adam.zero_grad()
+            loss.backward()
+            critic_adam.step()
+            if delayed:
+                value = -critic(torch.cat([x, actor(x)], -1)).mean()
+                actor_adam.zero_grad()
+                value.backward()
+                actor_adam.step()
+                if cleared == "last":
+                    actor_adam.zero_grad()
+                    critic_adam.zero_grad()
+                with torch.no_grad():
+                    torch._foreach_lerp_(list(target.parameters()), list(critic.parameters()), 0.1)
+            return loss
+
+        return update, adams, nn.ModuleList([actor, critic, target])
+
+    (update, adams, ours), (eager, _, theirs) = make(), make()
+    step = autostream.step(optimizers=adams, strict=True, kernels="eager", policy="sequential")(update)
+    for at in range(8):
+        x = torch.randn(6, 3, dtype=torch.double)
+        torch.testing.assert_close(
+            step(x, delayed=at % 2 == 0), eager(x, delayed=at % 2 == 0).detach(), rtol=0, atol=1e-10
+        )
+        torch.testing.assert_close([*ours.parameters()], [*theirs.parameters()], rtol=0, atol=1e-10)
+        gradients = [[each.grad for each in modules.parameters()] for modules in (ours, theirs)]
+        torch.testing.assert_close(*gradients, rtol=0, atol=1e-10)
+    assert [report.mode for report in step.reports] == ["one stream"] * 2
+
+
+@pytest.mark.parametrize("listed", ["both", "own"])
+def test_steps_of_two_functions_take_turns_over_the_same_modules(listed: str) -> None:
+    """Each leaves gradients, which the other neither reads nor clears."""
+
+    def make() -> tuple[list[Update], Sequence[Optimizer], nn.Module]:
+        torch.manual_seed(0)
+        actor, critic = layers(3, 4, 3), layers(3, 4, 1)
+        adams = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (actor, critic)]
+
+        def follow(x: Tensor) -> Tensor:
+            adams[0].zero_grad()
+            loss = (actor(x) - critic(x).detach()).square().mean()
+            loss.backward()
+            adams[0].step()
+            return loss
+
+        def criticize(x: Tensor) -> Tensor:
+            adams[1].zero_grad()
+            loss = critic(actor(x).detach()).square().mean()
+            loss.backward()
+            adams[1].step()
+            return loss
+
+        return [follow, criticize], adams, nn.ModuleList([actor, critic])
+
+    (updates, adams, ours), (eager, _, theirs) = make(), make()
+    lists = [adams, adams] if listed == "both" else [adams[:1], adams[1:]]
+    steps = [
+        autostream.step(optimizers=optimizers, strict=True, kernels="eager", policy="sequential")(update)
+        for optimizers, update in zip(lists, updates, strict=True)
+    ]
+    for _ in range(5):
+        x = torch.randn(6, 3, dtype=torch.double)
+        for step, written in zip(steps, eager, strict=True):
+            torch.testing.assert_close(step(x), written(x).detach(), rtol=0, atol=1e-10)
+        torch.testing.assert_close([*ours.parameters()], [*theirs.parameters()], rtol=0, atol=1e-10)
+        gradients = [[each.grad for each in modules.parameters()] for modules in (ours, theirs)]
+        torch.testing.assert_close(*gradients, rtol=0, atol=1e-10)
+    assert {report.mode for step in steps for report in step.reports} == {"one stream"}
 
 
 def test_a_gradient_that_the_user_left_counts_as_in_the_eager_step() -> None:

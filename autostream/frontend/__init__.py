@@ -58,6 +58,7 @@ File                   Interface                                          Where 
 ..                     ``SideEffects.register_hook``                      a ``TraceError`` names it
 ..                     ``autograd_grad_consumed_grad_fns``, ``comptime``  a ``TraceError`` names it
 ..                     ``builder.make_dupe_guard``                        a ``TraceError`` names it
+..                     ``TensorVariable._collect_backward_inputs``        a ``TraceError`` names it
 ..                     ``_dynamo_static_input_type``: marks constants     Dynamo marks none
 ``freezing.py``        ``TensorVariable.method_requires_grad_``             Dynamo refuses to set ``requires_grad``
 ..                     ``SetAttrBuiltinVariable._call_setattr``           the same

@@ -135,7 +135,7 @@ def capture_step(body: Body, optimizers: Sequence[Optimizer], args: tuple[Any, .
         return is_replaced(owner, name)
 
     def captured(unguarded: Callable[[object, str], bool]) -> Capture:
-        with _without_updates(body, optimizers), _without_hooks(), _aliases_guarded(), _unmarked(every.values()):
+        with _without_updates(body, optimizers), _dynamo_changed(), _unmarked(every.values()):
             found = capture(body, args, kwargs, unguarded=unguarded)
         if found is None:
             raise TraceError("it computes nothing with tensors")
@@ -162,12 +162,14 @@ def capture_step(body: Body, optimizers: Sequence[Optimizer], args: tuple[Any, .
         for parameter in every.values():
             parameter.grad = torch.zeros_like(parameter)
         with_gradients = captured(is_replaced_or_gradient)
-        if not (adds := any(item.source.endswith(".grad") for item in with_gradients.inputs)) and not read:
+        inputs = zip(with_gradients.tensors, with_gradients.inputs, strict=True)
+        added = {id(tensor) for tensor, item in inputs if item.source.endswith(".grad")}
+        if not added and not read:
             return with_gradients
+        known = chain(every.values(), body.owner.parameters())
+        asked = [each for each in known if id(each.grad) in added or (not added and id(each) in read)]
+        reason = (_ADDS if added else _ASKS).format(_named(body.owner, asked))
         clear_gradients(every.values())
-        if not adds and _are_alike(with_gradients, captured(is_replaced_or_gradient)):
-            return with_gradients  # Dynamo's backward reads each gradient, also of what the loss does not reach
-        reason = _ADDS if adds else _ASKS
         if not begins_without:
             raise TraceError(reason)
         without_gradients = captured(is_replaced)
@@ -176,16 +178,19 @@ def capture_step(body: Body, optimizers: Sequence[Optimizer], args: tuple[Any, .
     return without_gradients
 
 
-def _are_alike(one: Capture, other: Capture) -> bool:
-    """Whether two captures compute the same, and have the same results and effects."""
-    inputs = [[item.source for item in captured.inputs] for captured in (one, other)]
-    return inputs[0] == inputs[1] and one.module.code == other.module.code and one.bytecode == other.bytecode
+def _named(owner: nn.Module, parameters: Sequence[Tensor]) -> str:
+    """The first of these parameters, by its name where a module has it."""
+    names = {id(parameter): name for name, parameter in owner.named_parameters()}
+    for parameter in parameters:
+        shape = "x".join(map(str, parameter.shape)) or "scalar"
+        return f"{names.get(id(parameter), 'a parameter')} ({shape})"
+    return "a parameter"
 
 
-_ASKS = "it asks for gradients that may be there when it is called: do that after zero_grad()"
+_ASKS = "it asks for the gradient of {}, which may be there when it is called: do that after zero_grad()"
 _ADDS = (
-    "it adds to gradients that are there when it is called: call zero_grad() before each backward, or where it ends, "
-    "and without set_to_none=False"
+    "it adds to the gradient of {}, which is there when it is called: call zero_grad() before each backward, or where "
+    "it ends, and without set_to_none=False"
 )
 
 
@@ -216,48 +221,79 @@ def _without_updates(body: Body, optimizers: Sequence[Optimizer]) -> Iterator[No
 
 
 @contextmanager
-def _without_hooks() -> Iterator[None]:
-    """Refuse hooks that the function registers on parameters: Dynamo's ``backward()`` does not call them."""
+def _dynamo_changed() -> Iterator[None]:
+    """Let Dynamo trace a step in this thread as the functions below say."""
     from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.variables import TensorVariable, builder
 
-    thread, register = threading.get_ident(), SideEffects.register_hook
-
-    def refuse(self: Any, *args: Any) -> Any:
-        if threading.get_ident() == thread:
-            raise TraceError("it registers a hook on the gradient of a parameter")
-        return register(self, *args)
-
-    SideEffects.register_hook = refuse  # type: ignore[method-assign, assignment]
-    try:
+    with (
+        _replaced(SideEffects, "register_hook", _refuse_hook),
+        _replaced(builder, "make_dupe_guard", _alias_guard),
+        _replaced(TensorVariable, "_collect_backward_inputs", _reached_leaves),
+    ):
         yield
-    finally:
-        SideEffects.register_hook = register  # type: ignore[method-assign]
 
 
 @contextmanager
-def _aliases_guarded() -> Iterator[None]:
-    """Let Dynamo guard that a local and a global are one object: it does so for two locals, or two globals.
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Let this thread call another function, whose first argument is the one that it replaces."""
+    thread, before = threading.get_ident(), getattr(owner, name)
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return function(before, *args, **kwargs) if threading.get_ident() == thread else before(*args, **kwargs)
+
+    setattr(owner, name, either)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _refuse_hook(*_: Any) -> Any:
+    """Refuse hooks that the function registers on parameters: Dynamo's ``backward()`` does not call them."""
+    raise TraceError("it registers a hook on the gradient of a parameter")
+
+
+def _alias_guard(make: Callable[..., Any], source: Any, other: Any) -> Any:
+    """The guard that a local and a global are one object: Dynamo makes one for two locals, or two globals.
 
     A weight that is reached through a global is met as a parameter of the body first.
     """
     from torch._dynamo.guards import GuardBuilder
-    from torch._dynamo.variables import builder as module
 
-    builder: Any = module
-    thread, make = threading.get_ident(), builder.make_dupe_guard
+    guard = make(source, other)
+    if guard is None and other is not None and source != other and not (is_argument(source) or is_argument(other)):
+        return partial(GuardBuilder.DUPLICATE_INPUT, source_b=other)
+    return guard
 
-    def make_any(source: Any, other: Any) -> Any:
-        guard = make(source, other)
-        is_left_out = guard is None and other is not None and source != other and threading.get_ident() == thread
-        if is_left_out and not (is_argument(source) or is_argument(other)):
-            return partial(GuardBuilder.DUPLICATE_INPUT, source_b=other)
-        return guard
 
-    builder.make_dupe_guard = make_any
-    try:
-        yield
-    finally:
-        builder.make_dupe_guard = make
+def _reached_leaves(collect: Callable[..., Any], loss: Any, variables: Any, error_on_non_leaf: bool = False) -> Any:
+    """The leaves that a loss depends on, whose gradients alone autograd reads and writes in ``backward()``.
+
+    Dynamo takes all leaves that it knows.
+    """
+    found = collect(loss, variables, error_on_non_leaf)
+    if error_on_non_leaf or not found:
+        return found
+    leaves = _leaves_of(_example(loss))
+    return [each for each in found if id(_example(each)) in leaves]
+
+
+def _example(variable: Any) -> Any:
+    return variable.as_proxy().node.meta["example_value"]
+
+
+def _leaves_of(loss: Tensor) -> set[int]:
+    """The ids of the leaves that get a gradient in the backward of a tensor."""
+    if loss.grad_fn is None:
+        return {id(loss)}
+    pending, seen = [loss.grad_fn], set[Any]()
+    while pending:
+        node: Any = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [following for following, _ in node.next_functions]
+    return {id(node.variable) for node in seen if hasattr(node, "variable")}
 
 
 @contextmanager
