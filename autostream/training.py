@@ -160,7 +160,7 @@ def step(
     as in the eager step, which costs copies: a function that clears them where it ends is faster. One whose gradients
     add up from one call to the next runs eagerly.
 
-    A step in which an optimizer may create state, such as the first, runs eagerly, and so does one that cannot be
+    A step in which an optimizer may create state, such as its first one, runs eagerly, and so does one that cannot be
     captured; :func:`autostream.explain` gives the reason and the line.
 
     Args:
@@ -307,16 +307,20 @@ class TrainStep:
         if whole is None or self.disabled:
             return step.complete(*self._differentiated(batch, []))
         if not stateless(step.optimizer) <= self._stateless:
-            result = step.complete(*step.differentiate(batch))
-            self._stateless = stateless(step.optimizer)
-            return result
+            return self._first(batch)
         step.check(batch)
         differing = self._average_obstacle()
         tried = whole.refused(differing) if differing else whole(batch, {})
         if isinstance(tried, Refusal):
-            return step.complete(*self._differentiated(batch, [tried]))
+            return self._first(batch) if tried.first else step.complete(*self._differentiated(batch, [tried]))
         self._latest = whole
         return tried.result
+
+    def _first(self, batch: tuple[Any, ...]) -> Any:
+        """The result of an eager step, in which the optimizer makes its state."""
+        result = self._step.complete(*self._step.differentiate(batch))
+        self._stateless = stateless(self._step.optimizer)
+        return result
 
     def _average_obstacle(self) -> Refusal | None:
         average, model = self._step.average, self._step.model

@@ -275,6 +275,78 @@ def test_an_optimizer_that_a_call_leaves_alone_does_not_matter(cleared: str) -> 
     assert [report.mode for report in step.reports] == ["one stream"] * 2
 
 
+@pytest.mark.parametrize("flag", ["an argument", "read"])
+def test_an_optimizer_may_make_its_state_later_than_another(flag: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Each optimizer's first update is an eager step, like the first call, and nothing to report."""
+
+    def make() -> tuple[Update, Sequence[Optimizer], nn.Module]:
+        torch.manual_seed(0)
+        actor, critic = layers(3, 4, 3), layers(3, 4, 1)
+        adams = actor_adam, critic_adam = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (actor, critic)]
+
+        def update(x: Tensor, delayed: bool | None) -> Tensor:
+            actor_adam.zero_grad()
+            critic_adam.zero_grad()
+            loss = critic(actor(x).detach()).square().mean()
+            loss.backward()
+            critic_adam.step()
+            if delayed is True or critic.delayed:
+                (-critic(actor(x)).mean()).backward()
+                actor_adam.step()
+            return loss
+
+        return update, adams, nn.ModuleList([actor, critic])
+
+    (update, adams, ours), (eager, _, theirs) = make(), make()
+    step = autostream.step(optimizers=adams, strict=True, kernels="eager", policy="sequential")(update)
+    with caplog.at_level(logging.WARNING, "autostream"):
+        for at in range(9):
+            x, delayed = torch.randn(6, 3, dtype=torch.double), at % 3 == 2
+            for modules in (ours, theirs):
+                modules[1].delayed = flag == "read" and delayed
+            flagged = delayed if flag == "an argument" else None
+            torch.testing.assert_close(step(x, flagged), eager(x, flagged).detach(), rtol=0, atol=1e-10)
+            torch.testing.assert_close([*ours.parameters()], [*theirs.parameters()], rtol=0, atol=1e-10)
+    assert {report.mode for report in step.reports} == {"one stream"}
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("how", ["step", "train_step"])
+def test_updates_that_are_skipped_at_first_make_the_state_later(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A scaler begins with a scale that is too large, and so skips updates, which would make the state."""
+    states = []
+    for wrapped in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        adam, scaler = torch.optim.Adam(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**127)
+
+        def update(x: Tensor, model: Any = model, adam: Any = adam, scaler: Any = scaler) -> Tensor:
+            adam.zero_grad()
+            loss: Tensor = model(x).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(adam)
+            scaler.update()
+            return loss.detach()
+
+        step: Any = update
+        options: dict[str, Any] = {"kernels": "eager", "policy": "sequential", "strict": True}
+        if wrapped and how == "step":
+            step = autostream.step(optimizers=[adam], **options)(update)
+        elif wrapped:
+            step = autostream.train_step(model, adam, _mean_square, scaler=scaler, **options)
+        with caplog.at_level(logging.WARNING, "autostream"):
+            losses = [step(torch.full((2, 3), 4.0)) for _ in range(12)]
+        states.append([*losses, *(each.detach() for each in model.parameters()), torch.tensor(scaler.get_scale())])
+        assert not wrapped or [report.mode for report in step.reports] == ["one stream"]
+    assert 3 < len(set(map(float, states[1][:12]))) < 11, "the first updates are skipped"
+    torch.testing.assert_close(*states)
+    assert not caplog.records
+
+
+def _mean_square(model: Callable[..., Tensor], x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
 @pytest.mark.parametrize("listed", ["both", "own"])
 def test_steps_of_two_functions_take_turns_over_the_same_modules(listed: str) -> None:
     """Each leaves gradients, which the other neither reads nor clears."""

@@ -115,7 +115,7 @@ class StepFunction:
         if isinstance(done_or_refusal, Done):
             return done_or_refusal.result
         reason = done_or_refusal.reason
-        if reason not in self._eager and len(self._eager) < _MOST_REASONS:
+        if not done_or_refusal.first and reason not in self._eager and len(self._eager) < _MOST_REASONS:
             log.warning("the step %s runs as it is written: %s", self._name, reason)
             self._eager[reason] = Decision("", "plain", reason)
         return self.eager(*args, **kwargs)

@@ -43,7 +43,7 @@ from autostream.frontend.capture import Capture
 from autostream.frontend.data_parallel import DataParallel
 from autostream.frontend.eager_only import unusual_call, unusual_model, unusual_tensor
 from autostream.frontend.inputs import aliases_of, described
-from autostream.frontend.optimizers import Hyperparameters, groups_of, obstacle
+from autostream.frontend.optimizers import FirstUpdateError, Hyperparameters, groups_of, obstacle
 from autostream.frontend.parameters import have_hooks, have_no_gradients, parameters_of, state_of
 from autostream.frontend.settings import numerics
 from autostream.frontend.step_capture import Body, capture_step
@@ -149,11 +149,14 @@ class Refusal:
     Attributes:
         reason: for reports.
         full: whether there are too many graphs, so that none of a part of the step may be captured either.
+        first: whether an optimizer makes its state in this call, as it does in an eager first step. The next may be
+            captured, so this is nothing to report.
         begins_without: of the refused call.
     """
 
     reason: str
     full: bool = False
+    first: bool = False
     begins_without: bool = True
 
     def inputs(self, call: Call) -> Sequence[Tensor] | None:
@@ -205,6 +208,8 @@ class StepGraphs:
         self._admission = Admission[list["Entry | Refusal"]](options.max_signatures)
         self._lock, self._paranoid = threading.RLock(), paranoid()
         self._replays: list[StepReplay] = []
+        self._first: Key | None = None
+        """Of the latest call in which an optimizer makes its state, which is part of the key."""
 
     def replayed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Done | None:
         """The step, if it is like a recent one, by its fast path."""
@@ -313,7 +318,7 @@ class StepGraphs:
         Raises:
             TraceError: ``strict=True``.
         """
-        if self.options.strict:
+        if self.options.strict and not refusal.first:
             raise TraceError(refusal.reason)
         return refusal
 
@@ -329,6 +334,8 @@ class StepGraphs:
         with self._lock, preparing:
             if known := self._entry(call):  # another thread has compiled it
                 return known
+            if call.key == self._first:  # the state is still to be made: a scaler may skip updates
+                return Refusal("an optimizer makes its state", first=True), ()
             if reason := self._full(call):
                 self._admission.miss(call.key)
                 return Refusal(reason, full=True), ()
@@ -338,13 +345,14 @@ class StepGraphs:
                 assert inputs is not None, "the guards hold for the call that was captured"
             except (OptionError, TargetError, GroupError):
                 raise
+            except FirstUpdateError as error:
+                self._first = call.key
+                return Refusal(str(error), first=True), ()
             except Exception as error:
                 if self.options.strict:
                     raise
                 expected = isinstance(error, AutostreamError | FastPathError)
-                reason = (
-                    str(error).partition("\n\nWhile")[0] if expected else f"it cannot be scheduled: {first_line(error)}"
-                )
+                reason = str(error) if expected else f"it cannot be scheduled: {first_line(error)}"
                 if self._data_parallel is not None:  # the others may not wait for a graph of this process
                     agree(self._data_parallel.group, ["the step as it is written"])
                 new, inputs = Refusal(reason, begins_without=call.begins_without), ()

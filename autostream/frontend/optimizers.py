@@ -372,6 +372,10 @@ def _scalar(number: float | Tensor, device: torch.device) -> Tensor:
     return torch.full((), number, dtype=torch.float64, device=device)
 
 
+class FirstUpdateError(TraceError):
+    """An optimizer makes state in this update, which a graph cannot do."""
+
+
 State = Mapping[Tensor, Mapping[str, Tensor]]
 """By parameter, the tensors of the optimizer's state by name."""
 
@@ -397,7 +401,7 @@ def update(
         skipped: a tensor of one element that is not zero if nothing is to change.
 
     Raises:
-        TraceError: a parameter with a ``grad`` has no state yet.
+        FirstUpdateError: a parameter with a ``grad`` has no state yet.
 
     Example:
         >>> optimizer = SGD([torch.ones(2)], lr=0.1)
@@ -439,7 +443,7 @@ def _update(
     with torch.no_grad():
         for parameter, values in copied.state.items():
             if any(value is not widened.get(parameter, {}).get(name) for name, value in values.items()):
-                raise TraceError("the optimizer makes its state in the first step of each parameter")
+                raise FirstUpdateError("the optimizer makes its state in the first step of each parameter")
         for parameter, values in state.items():
             if "step" in values and values["step"] is not widened[parameter]["step"]:
                 values["step"].copy_(widened[parameter]["step"])

@@ -240,6 +240,7 @@ class _Interpreter(fx.Interpreter):
         averaging: _Averaging | None,
     ) -> None:
         super().__init__(module)
+        self.extra_traceback = False  # messages of errors are reasons in reports
         self._averaging = averaging
         self._averages: dict[int, Tensor] = {}
         """Averaged gradients, and the memory that they were copied to, by identity."""
