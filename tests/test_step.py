@@ -38,7 +38,7 @@ def sac() -> Made:
 
     def sample(state: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_deviation = actor(state).chunk(2, dim=-1)
-        policy = torch.distributions.Normal(mean, log_deviation.exp(), validate_args=False)
+        policy = torch.distributions.Normal(mean, log_deviation.exp())
         action = policy.rsample()
         return action.tanh(), policy.log_prob(action).sum(-1, keepdim=True)
 
@@ -345,6 +345,61 @@ def test_updates_that_are_skipped_at_first_make_the_state_later(how: str, caplog
 
 def _mean_square(model: Callable[..., Tensor], x: Tensor) -> Tensor:
     return model(x).square().mean()
+
+
+PRIOR = torch.distributions.Normal(0.0, 2.0)
+
+
+def normal(outputs: Tensor) -> Tensor:
+    policy = torch.distributions.Normal(outputs, 1.0)
+    action = policy.rsample()
+    return action.square().mean() - policy.log_prob(action).mean() - PRIOR.log_prob(action).mean()
+
+
+def categorical(outputs: Tensor) -> Tensor:
+    policy = torch.distributions.Categorical(logits=outputs)
+    return -(policy.log_prob(policy.sample()) * outputs[:, 0].detach()).mean() - policy.entropy().mean()
+
+
+def squashed(outputs: Tensor) -> Tensor:
+    normal = torch.distributions.Normal(outputs, outputs.exp())
+    transform = torch.distributions.TanhTransform(cache_size=1)
+    policy = torch.distributions.Independent(torch.distributions.TransformedDistribution(normal, [transform]), 1)
+    return -policy.log_prob(policy.rsample()).mean()
+
+
+@pytest.mark.parametrize("loss_of", [normal, categorical, squashed])
+def test_distributions_need_no_validate_args(loss_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under ``torch.compile``, a graph checks no arguments; eager code in the same process still does."""
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+    states = []
+    for wrap in ("step", "optimize", ""):
+        torch.manual_seed(0)
+        model = layers(3, 4)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss_at(x: Tensor, model: nn.Module = model) -> Tensor:
+            return loss_of(model(x))
+
+        options: dict[str, Any] = {"kernels": "eager", "policy": "sequential", "strict": True}
+        loss: Any = autostream.optimize(loss_at, **options) if wrap == "optimize" else loss_at
+
+        def update(x: Tensor, sgd: Optimizer = sgd, loss: Any = loss) -> Tensor:
+            sgd.zero_grad()
+            found: Tensor = loss(x)
+            found.backward()
+            sgd.step()
+            return found.detach()
+
+        step = autostream.step(optimizers=[sgd], **options)(update) if wrap == "step" else update
+        losses = [step(torch.ones(6, 3, dtype=torch.double)) for _ in range(4)]
+        states.append([*losses, *(each.detach() for each in model.parameters())])
+        reports = {"step": step, "optimize": loss}[wrap].reports if wrap else ()
+        assert {report.mode for report in reports} <= {"one stream", "forward and backward"}
+    for state in states:
+        torch.testing.assert_close(state, states[-1], rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match="to satisfy the constraint"):
+        torch.distributions.Normal(0.0, -1.0)
 
 
 @pytest.mark.parametrize("listed", ["both", "own"])

@@ -131,7 +131,7 @@ def saves(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
 
 
 def asks_a_distribution(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    loss: Tensor = -torch.distributions.Normal(model(x), 1.0).log_prob(x).mean()
+    loss: Tensor = -torch.distributions.Normal(model(x), 1.0, validate_args=True).log_prob(x).mean()
     return loss
 
 
@@ -152,7 +152,7 @@ REASONS: dict[Callable[..., Tensor], str] = {
     scales_another: "an optimizer that is not in the list: add it to optimizers=.*SCALER.step(sgd[1])",
     scales_in_its_own_way: "a scaler that is none of PyTorch's.*OWN.scale(loss)",
     schedules: "it steps a learning-rate scheduler: do that between steps.*StepLR(sgd[1], 1)",
-    asks_a_distribution: "make it with validate_args=False .*distributions.Normal(",
+    asks_a_distribution: "make it without validate_args=True .*distributions.Normal(",
     saves: "it calls open, which cannot be captured.*open(",
 }
 

@@ -25,6 +25,7 @@ from torch import Tensor, fx
 from autostream.errors import FastPathError, TraceError, first_line
 from autostream.frontend.attention_fast_path import use_attention_fast_path
 from autostream.frontend.attention_masks import simplify_masks
+from autostream.frontend.distributions import arguments_not_checked, is_default_of_checks
 from autostream.frontend.dropouts import drop_idle_dropouts
 from autostream.frontend.dynamo import compiling, errors_not_logged, timed
 from autostream.frontend.guards import (
@@ -185,7 +186,12 @@ def capture(
     globals_: dict[str, Any] = {"__name__": __name__, "__builtins__": builtins}
     function, scope = FunctionType(call.__code__, globals_), {"model": model, "args": args, "kwargs": kwargs}
     try:
-        with compiling(trace_autograd_ops=differentiates), timed(), errors_not_logged(lambda reason: None):
+        with (
+            compiling(trace_autograd_ops=differentiates),
+            timed(),
+            errors_not_logged(lambda reason: None),
+            arguments_not_checked(),
+        ):
             random_state = random.getstate()  # Dynamo runs the model's calls of ``random`` while it traces
             try:
                 output = _compile_frame(function, scope, backend)
@@ -252,6 +258,7 @@ def _capture_of(
     graph_output = output.graph_capture_output()
     compare_identities(graph_output, scope, is_argument)
     guard_empty_tables(graph_output, scope)
+    drop_guards(graph_output, scope, is_default_of_checks)
     if unguarded is not None:
         drop_guards(graph_output, scope, unguarded)
     placeholders = module.graph.find_nodes(op="placeholder")

@@ -29,8 +29,8 @@ PYTHONS_NUMBERS = f"it draws random numbers from a generator of Python's: {_BEFO
 
 _WORDS = {
     _RAISED.format("TraceError"): "{}",  # by a function that takes the place of PyTorch's
-    r"torch[/\\]distributions[/\\]": "a distribution checks its arguments, for which the host waits: make it with "
-    "validate_args=False",
+    r"torch[/\\]distributions[/\\]": "a distribution checks its arguments, for which the host waits: make it "
+    "without validate_args=True",
     _RAISED.format(r"(\w+)"): "it raises an exception, {}: {}",
     r"Data-dependent branching|data-dependent expression|Indexing list with non-scalar": "Python branches on a number "
     "that the call computes, or indexes with it: use torch.where or torch.index_select, or decide before the call, and "
