@@ -12,6 +12,7 @@ decorates is captured whole, or runs as it is written (``dispatch/step_functions
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -277,6 +278,8 @@ class TrainStep:
         self._stateless: frozenset[int] = frozenset()
         """Parameters that have no state after an eager step: those of plain SGD, and unused ones."""
         self._has_run = False
+        self._lock = threading.RLock()
+        """Steps write the same tensors, so those of several threads run one after the other."""
         self._latest: StepGraphs | None = None
         """What ran the latest step. If it was forward and backward, their fast path is tried before the whole step."""
 
@@ -290,7 +293,7 @@ class TrainStep:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self(*batch)
-        with torch.set_grad_enabled(False):  # takes half the time of no_grad
+        with self._lock, torch.set_grad_enabled(False):  # takes half the time of no_grad
             result = self._run(batch)
         note_step(self._step.optimizer)
         return result

@@ -8,6 +8,7 @@ call ──▶ like a recent one? ──▶ replay
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import update_wrapper
@@ -77,13 +78,15 @@ class StepFunction:
             averages=True,
         )
         self._eager: dict[str, Decision] = {}
+        self._lock = threading.RLock()
+        """Steps write the same tensors, so those of several threads run one after the other."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step; returns what the function returns, detached."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self(*args, **kwargs)
-        with torch.set_grad_enabled(False):  # takes half the time of no_grad
+        with self._lock, torch.set_grad_enabled(False):  # takes half the time of no_grad
             result = self._run(args, kwargs)
         for optimizer in self._optimizers:
             note_step(optimizer)
@@ -141,7 +144,7 @@ class StepFunction:
             OptionError: see :func:`autostream.pipeline.plan`.
             TraceError: no graph computes the step.
         """
-        with torch.set_grad_enabled(False):
+        with self._lock, torch.set_grad_enabled(False):
             self.eager(*args)
             return plan_step(self._graphs, args, options, profile)
 

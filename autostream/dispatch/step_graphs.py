@@ -229,7 +229,8 @@ class StepGraphs:
         for replay in self._replays:
             self._admission.hit(replay.key, replay.count())
         self._replays = [replay for replay in self._replays if replay.is_current()]  # others hold memory for nothing
-        call = self.call(args, kwargs)
+        with preparing:  # while another step is captured, gradients and methods of its optimizers are not their own
+            call = self.call(args, kwargs)
         if isinstance(call, Refusal):
             self._replays = []  # what they compare hyperparameters with may have been read anew
             return self.refused(call)

@@ -27,7 +27,7 @@ from autostream.frontend.freezing import freezing_traced
 from autostream.frontend.optimizers import values
 from autostream.frontend.parameters import clear_gradients, have_no_gradients, set_aside
 from autostream.frontend.scalers import call
-from autostream.frontend.traceable import is_traceable_method, traceable_methods
+from autostream.frontend.traceable import either, is_traceable_method, traceable_methods
 
 _LIBRARY = torch.library.Library("autostream", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("optimizer_step(int index, Tensor[] parameters, Tensor?[] gradients) -> ()")  # type: ignore[no-untyped-call]
@@ -199,15 +199,20 @@ _REPLACED = ("step", "zero_grad", "scaled")
 
 @contextmanager
 def _without_updates(body: Body, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Replace methods of these optimizers, and of some classes, by functions that Dynamo can trace."""
-    before = [
-        {name: vars(optimizer)[name] for name in _REPLACED if name in vars(optimizer)} for optimizer in optimizers
-    ]
-    groups = [[dict(group) for group in each.param_groups] for each in optimizers]
+    """Replace methods of these optimizers, and of some classes, by functions that Dynamo can trace.
+
+    Other threads, which may call them meanwhile, get what they do otherwise.
+    """
+    before = [{name: vars(each)[name] for name in _REPLACED if name in vars(each)} for each in optimizers]
+    groups = [group for each in optimizers for group in each.param_groups if "capturable" in group]
+    capturable = [group["capturable"] for group in groups]
     try:
         for index, optimizer in enumerate(optimizers):
-            scaled = _scaled_of(body, index)
-            vars(optimizer).update(step=_step_of(body, index), zero_grad=_zero_grad_of(body, index), scaled=scaled)
+            vars(optimizer).update(
+                step=either(_step_of(body, index), optimizer.step),
+                zero_grad=either(_zero_grad_of(body, index), optimizer.zero_grad),
+                scaled=_scaled_of(body, index),
+            )
         with compile_lock(), traceable_methods(), freezing_traced():  # Dynamo in other threads traces what is there
             yield
     finally:
@@ -215,9 +220,8 @@ def _without_updates(body: Body, optimizers: Sequence[Optimizer]) -> Iterator[No
             for name in _REPLACED:
                 vars(optimizer).pop(name, None)
             vars(optimizer).update(attributes)
-        for optimizer, entries in zip(optimizers, groups, strict=True):
-            for group, known in zip(optimizer.param_groups, entries, strict=True):
-                group.update(known)  # Dynamo sets ``capturable`` in a group that it traces
+        for group, value in zip(groups, capturable, strict=True):  # Dynamo sets it in groups that it traces
+            group["capturable"] = value
 
 
 @contextmanager

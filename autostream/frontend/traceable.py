@@ -28,7 +28,7 @@ def traceable_methods() -> Iterator[None]:
     try:
         for (owner, name, eager), (_, traced) in zip(before, _METHODS, strict=True):
             if is_pytorchs(eager):
-                setattr(owner, name, _either(traced, eager))
+                setattr(owner, name, either(traced, eager))
         yield
     finally:
         for owner, name, eager in before:
@@ -42,9 +42,11 @@ def is_traceable_method(owner: object, name: str) -> bool:
     )
 
 
-def _either(traced: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(eager)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (traced if torch.compiler.is_dynamo_compiling() else eager)(self, *args, **kwargs)
+def either(traced: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is one to Dynamo's tracer, and the other where it is called."""
 
-    return method
+    @wraps(eager)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return (traced if torch.compiler.is_dynamo_compiling() else eager)(*args, **kwargs)
+
+    return function
