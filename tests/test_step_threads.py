@@ -16,7 +16,7 @@ from tests.threads import in_threads
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is not None and not torch.cuda.is_available(),
-    reason="a build for CUDA without a device crashes where fake tensors are used in one thread after another has ended",
+    reason="built for CUDA, without a device, PyTorch crashes where a thread traces after another has ended",
 )
 
 QUICK: dict[str, Any] = {"policy": "sequential", "kernels": "eager"}
