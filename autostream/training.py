@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +146,12 @@ def train_step(
 
 
 def step(
-    *, optimizers: Sequence[Optimizer], data_parallel: ProcessGroup | None = None, **options: Any
+    _function: None = None,
+    /,
+    *,
+    optimizers: Sequence[Optimizer] = (),
+    data_parallel: ProcessGroup | None = None,
+    **options: Any,
 ) -> Callable[[Callable[..., Any]], StepFunction]:
     """Make one scheduled graph of a training step that is written out: any number of losses and optimizers.
 
@@ -173,7 +179,8 @@ def step(
 
     Raises:
         OptionError: an option is unknown or has a value that is not allowed.
-        TargetError: there is no optimizer, or one of another class.
+        TargetError: there is no optimizer, one of another class, or one twice; or what is decorated is no function, a
+            coroutine or a generator function, or a step already.
 
     Example:
         >>> def trained(weight):
@@ -192,6 +199,8 @@ def step(
         >>> [update(torch.ones(4)).item() for _ in range(3)]
         [4.0, 3.5, 3.0]
     """
+    if _function is not None:
+        raise TargetError("step decorates with parentheses: write @autostream.step(optimizers=[optimizer])")
     if not isinstance(optimizers, list | tuple) or not optimizers:
         raise TargetError("step takes a list of optimizers: @autostream.step(optimizers=[optimizer])")
     for optimizer in optimizers:
@@ -203,6 +212,8 @@ def step(
                 f"step takes {names}, not {type(optimizer).__name__}, whose update cannot be part of a graph: use "
                 "train_step, after whose graph it runs eagerly, or optimize the models that the function calls"
             )
+    if len(set(map(id, optimizers))) < len(optimizers):
+        raise TargetError("step takes each optimizer once, and one is in optimizers=[...] twice")
     chosen = Options.parse(options)
     check_requirements(chosen)
 
@@ -213,6 +224,11 @@ def step(
     def decorate(function: Callable[..., Any]) -> StepFunction:
         if not callable(function):
             raise TargetError(f"step decorates a function, not {function!r}")
+        if isinstance(function, StepFunction):
+            raise TargetError(f"{function!r} is a step already: decorate the function once")
+        if iscoroutinefunction(function) or isgeneratorfunction(function) or isasyncgenfunction(function):
+            kind = "generator" if isgeneratorfunction(function) or isasyncgenfunction(function) else "coroutine"
+            raise TargetError(f"step decorates no {kind} function, as {function.__qualname__} is: return the results")
         return StepFunction(function, optimizers, chosen, parallel)
 
     return decorate

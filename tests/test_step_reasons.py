@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autostream
-from autostream import TraceError
+from autostream import TargetError, TraceError
 
 QUICK: dict[str, Any] = {"policy": "sequential", "kernels": "eager"}
 Update = Callable[[Tensor], Any]
@@ -135,6 +135,25 @@ def asks_a_distribution(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
     return loss
 
 
+def loads(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    TARGET.load_state_dict(model.state_dict())
+    return loss
+
+
+def clears_another(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    sgd[1].zero_grad()
+    return loss
+
+
+def makes_a_leaf(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
+    noise = torch.zeros_like(x, requires_grad=True)
+    loss: Tensor = model(x + noise).square().mean()
+    return loss
+
+
+TARGET = nn.Linear(3, 1).double()
 DRAW = "draw before the call, and pass what is drawn"
 REASONS: dict[Callable[..., Tensor], str] = {
     branches: "Python branches on a number .*use torch.where .*if loss.item() > 3:",
@@ -153,6 +172,9 @@ REASONS: dict[Callable[..., Tensor], str] = {
     scales_in_its_own_way: "a scaler that is none of PyTorch's.*OWN.scale(loss)",
     schedules: "it steps a learning-rate scheduler: do that between steps.*StepLR(sgd[1], 1)",
     asks_a_distribution: "make it without validate_args=True .*distributions.Normal(",
+    loads: "it calls load_state_dict(): .*torch._foreach_copy_(list(target.parameters()), .*TARGET.load_state_dict",
+    clears_another: "an optimizer that is not in the list: add it to optimizers=.*sgd[1].zero_grad()",
+    makes_a_leaf: "with requires_grad=True: make it without, and call its requires_grad_() .*zeros_like(x",
     saves: "it calls open, which cannot be captured.*open(",
 }
 
@@ -197,6 +219,68 @@ def test_the_reason_has_the_line_and_what_to_write_instead(compute: Any, caplog:
     strict(torch.ones(4, 3, dtype=torch.double))
     with pytest.raises(TraceError, match=re.escape(reason)):
         strict(torch.ones(4, 3, dtype=torch.double))
+
+
+@pytest.mark.parametrize("how", ["an average", "a number", "a number by name", "a number in a list"])
+def test_a_step_of_which_each_call_is_new_says_what_changes(how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    sgd, kept = torch.optim.SGD(model.parameters(), lr=0.1), nn.Module()
+    kept.average = torch.zeros(1, 3)
+
+    @autostream.step(optimizers=[sgd], **QUICK)
+    def update(x: Tensor, beta: float | list[float] = 0.5) -> Tensor:
+        sgd.zero_grad()
+        loss: Tensor = model(x).square().mean() * (beta[0] if isinstance(beta, list) else beta)
+        loss.backward()  # type: ignore[no-untyped-call]
+        sgd.step()
+        if how == "an average":
+            kept.average = 0.9 * kept.average + 0.1 * model.weight.detach()
+        return loss
+
+    for at in range(8):
+        beta, x = 0.1 * at, torch.ones(4, 3)
+        args, kwargs = {
+            "an average": ((x,), {}),
+            "a number": ((x, beta), {}),
+            "a number by name": ((x,), {"beta": beta}),
+            "a number in a list": ((x, [beta]), {}),
+        }[how]
+        update(*args, **kwargs)
+    (reason,) = {refusal.reason for report in update.reports for refusal in report.refusals}
+    assert (
+        "average is another tensor now: write it in place, as average.lerp_() and average.copy_() do"
+        if how == "an average"
+        else "since a number in beta changes: pass it as a tensor"
+    ) in reason
+
+
+def test_what_is_no_step_is_refused_by_name() -> None:
+    sgd = torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1)
+
+    def update(x: Tensor) -> Tensor:
+        return x
+
+    async def waits(x: Tensor) -> Tensor:
+        return x
+
+    def yields(x: Tensor) -> Any:
+        yield x
+
+    with pytest.raises(TargetError, match=r"write @autostream\.step\(optimizers=\[optimizer\]\)"):
+        autostream.step(update)  # type: ignore[arg-type]
+    with pytest.raises(TargetError, match="step takes a list of optimizers"):
+        autostream.step()
+    with pytest.raises(TargetError, match="each optimizer once"):
+        autostream.step(optimizers=[sgd, sgd])
+    for function, words in (
+        (waits, "no coroutine function, as .*waits is"),
+        (yields, "no generator function, as .*yields is"),
+    ):
+        with pytest.raises(TargetError, match=words):
+            autostream.step(optimizers=[sgd])(function)
+    with pytest.raises(TargetError, match=r"StepFunction\(.*update\) is a step already"):
+        autostream.step(optimizers=[sgd])(autostream.step(optimizers=[sgd])(update))
 
 
 @pytest.mark.parametrize("around", ["all", "forward", "backward"])

@@ -15,7 +15,8 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from inspect import signature
+from itertools import chain, count
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
@@ -45,6 +46,7 @@ from autostream.frontend.eager_only import unusual_call, unusual_model, unusual_
 from autostream.frontend.inputs import aliases_of, described
 from autostream.frontend.optimizers import FirstUpdateError, Hyperparameters, groups_of, obstacle
 from autostream.frontend.parameters import have_hooks, have_no_gradients, parameters_of, state_of
+from autostream.frontend.reasons import failed_guard
 from autostream.frontend.settings import numerics
 from autostream.frontend.step_capture import Body, capture_step
 from autostream.frontend.steps import HOOKED, Traced, Update, trace_step
@@ -101,6 +103,34 @@ def _changed(group: Structure, other: Structure) -> Iterator[str]:
     other_values = dict(zip(cast(tuple[Any, ...], other.context), other.children or (), strict=True))
     values = zip(cast(tuple[Any, ...], group.context), group.children or (), strict=True)
     return (name for name, value in values if other_values.get(name) != value)
+
+
+def _changed_number(function: Callable[..., Any], call: Structure, other: Structure) -> str:
+    """The first argument that is or holds another number in another call of a function; ``""`` if none does."""
+    given, others = _arguments(function, call), _arguments(function, other)
+    return next((name for name, each in given.items() if name in others and _differs(each, others[name])), "")
+
+
+def _arguments(function: Callable[..., Any], call: Structure) -> dict[str, Structure]:
+    """The structures of arguments, by the names of the function's parameters, or by their places."""
+    args, kwargs = cast(tuple[Structure, Structure], call.children)
+    try:
+        parameters = [*signature(function).parameters.values()]
+    except (TypeError, ValueError):  # it is none of Python's
+        parameters = []
+    names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    places = (f"argument {at}" for at in count(len(names) + 1))
+    return {
+        **dict(zip(chain(names, places), args.children or (), strict=False)),
+        **dict(zip(kwargs.context, kwargs.children or (), strict=True)),
+    }
+
+
+def _differs(one: Structure, other: Structure) -> bool:
+    """Whether there is another number in one structure than in the other."""
+    if one.kind is not other.kind or one.children is None or other.children is None:
+        return one.kind in (int, float) and other.kind in (int, float) and one != other
+    return any(map(_differs, one.children, other.children))
 
 
 @dataclass(frozen=True)
@@ -373,9 +403,14 @@ class StepGraphs:
             return reason
         entries = self._admission.entries.get(call.key)
         if entries is None:
-            latest = next(reversed(self._admission.entries))
-            return f"{reason}, and meets another: {call.key.difference(cast(Key, latest))} changed"
-        failed = entries[-1].failed(call)
+            latest = cast(Key, next(reversed(self._admission.entries)))
+            if name := _changed_number(self.body.function, call.key.structure, latest.structure):
+                return (
+                    f"{reason}, and meets another, since a number in {name} changes: pass it as a tensor, or as a "
+                    "flag what Python decides by it"
+                )
+            return f"{reason}, and meets another: {call.key.difference(latest)} changed"
+        failed = failed_guard(entries[-1].failed(call))
         return f"{reason}, and meets another{failed and ', since '}{failed}"
 
     def _compared(self, entry: Entry, call: Call, inputs: Sequence[Tensor]) -> Any:

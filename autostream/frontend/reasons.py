@@ -9,6 +9,14 @@ from autostream.analysis.source import user_line
 from autostream.errors import first_line
 
 
+def failed_guard(guard: str) -> str:
+    """What to write instead where this guard, as Dynamo writes it, fails in one call after the other."""
+    if found := re.fullmatch(r"\S*?(\w+)\W* is the object that was captured", guard):
+        name = found[1]
+        return f"{name} is another tensor now: write it in place, as {name}.lerp_() and {name}.copy_() do"
+    return guard
+
+
 def reason_of(error: BaseException) -> str:
     """Why Dynamo has raised this error, in one line, with the user's line where it is known."""
     stack = "".join(traceback.format_list(getattr(error, "real_stack", None) or ()))
@@ -29,6 +37,12 @@ PYTHONS_NUMBERS = f"it draws random numbers from a generator of Python's: {_BEFO
 
 _WORDS = {
     _RAISED.format("TraceError"): "{}",  # by a function that takes the place of PyTorch's
+    r", in load_state_dict\n": "it calls load_state_dict(): write the tensors in place, as "
+    "torch._foreach_copy_(list(target.parameters()), list(critic.parameters())) does",
+    "tensor creation function with requires_grad=True": "it makes a tensor with requires_grad=True: make it without, "
+    "and call its requires_grad_()",
+    r"qualname: Optimizer\.zero_grad": "it clears the gradients of an optimizer that is not in the list: add it to "
+    "optimizers=[...]",
     r"torch[/\\]distributions[/\\]": "a distribution checks its arguments, for which the host waits: make it "
     "without validate_args=True",
     _RAISED.format(r"(\w+)"): "it raises an exception, {}: {}",
