@@ -172,7 +172,7 @@ REASONS: dict[Callable[..., Tensor], str] = {
     scales_in_its_own_way: "a scaler that is none of PyTorch's.*OWN.scale(loss)",
     schedules: "it steps a learning-rate scheduler: do that between steps.*StepLR(sgd[1], 1)",
     asks_a_distribution: "make it without validate_args=True .*distributions.Normal(",
-    loads: "it calls load_state_dict(): .*torch._foreach_copy_(list(target.parameters()), .*TARGET.load_state_dict",
+    loads: "state_dict(): write the tensors in place, .*torch._foreach_copy_(list(target.*TARGET.load_state_dict",
     clears_another: "an optimizer that is not in the list: add it to optimizers=.*sgd[1].zero_grad()",
     makes_a_leaf: "with requires_grad=True: make it without, and call its requires_grad_() .*zeros_like(x",
     saves: "it calls open, which cannot be captured.*open(",

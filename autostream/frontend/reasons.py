@@ -37,7 +37,7 @@ PYTHONS_NUMBERS = f"it draws random numbers from a generator of Python's: {_BEFO
 
 _WORDS = {
     _RAISED.format("TraceError"): "{}",  # by a function that takes the place of PyTorch's
-    r", in load_state_dict\n": "it calls load_state_dict(): write the tensors in place, as "
+    r", in (load_state_dict|state_dict)\n": "it calls {}(): write the tensors in place, as "
     "torch._foreach_copy_(list(target.parameters()), list(critic.parameters())) does",
     "tensor creation function with requires_grad=True": "it makes a tensor with requires_grad=True: make it without, "
     "and call its requires_grad_()",
