@@ -231,6 +231,23 @@ def test_gradients_that_go_from_call_to_call_keep_the_step_eager() -> None:
     assert "call zero_grad() before each backward" in report.refusals[0].reason
 
 
+def test_a_step_may_clear_the_gradients_of_a_module() -> None:
+    """``Module.zero_grad`` asks whether there are gradients, and leaves none in either case."""
+    _, model, optimizer = small()
+
+    @autostream.step(optimizers=[optimizer], strict=True, kernels="eager", policy="sequential")
+    def update(x: Tensor) -> Tensor:
+        model.zero_grad()
+        loss: Tensor = model(x).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss
+
+    for _ in range(4):
+        update(torch.ones(2, 3))
+    assert [report.mode for report in update.reports] == ["one stream"]
+
+
 @pytest.mark.parametrize("cleared", ["first", "last"])
 def test_an_optimizer_that_a_call_leaves_alone_does_not_matter(cleared: str) -> None:
     """TD3: the actor learns in every other step, and what it leaves in the gradients of the critic is cleared later."""

@@ -16,6 +16,7 @@ import builtins
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from dis import get_instructions
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -94,6 +95,7 @@ class Capture:
         tensors: the values of these inputs in the captured call.
         guards: whether the graph may be reused for another call.
         restore: see :meth:`restored`.
+        bytecode: Dynamo's, which it runs: instructions and what they load, without the name of the graph.
         stores: the constants that a call assigns to attributes of Python objects.
         effects: whether a call has side effects on Python objects beyond ``stores``.
         leaves_gradients: whether it sets the ``.grad`` of a tensor to a tensor.
@@ -108,6 +110,7 @@ class Capture:
     tensors: tuple[Tensor, ...]
     guards: Guards
     restore: Callable[[Callable[..., Any]], Callable[..., Any]]
+    bytecode: tuple[tuple[str, Any], ...]
     stores: tuple[Store, ...] = ()
     effects: bool = False
     leaves_gradients: bool = False
@@ -289,7 +292,9 @@ def _capture_of(
         return restored
 
     guarded = guards_of(graph_output, code, scope)
-    return Capture(module, inputs, tuple(example_inputs), guarded, restore)
+    bytecode = tuple((step.opname, step.argval) for step in get_instructions(output.bytecode))
+    bytecode = tuple((name, value) for name, value in bytecode if value != backend_id)
+    return Capture(module, inputs, tuple(example_inputs), guarded, restore, bytecode)
 
 
 def is_argument(source: Any) -> bool:

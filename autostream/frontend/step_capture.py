@@ -170,12 +170,20 @@ def capture_step(body: Body, optimizers: Sequence[Optimizer], args: tuple[Any, .
         asked = [each for each in known if id(each.grad) in added or (not added and id(each) in read)]
         reason = (_ADDS if added else _ASKS).format(_named(body.owner, asked))
         clear_gradients(every.values())
+        if not added and _are_alike(with_gradients, captured(is_replaced_or_gradient)):
+            return with_gradients  # it asks, and does the same whatever the answer is, as ``Module.zero_grad`` does
         if not begins_without:
             raise TraceError(reason)
         without_gradients = captured(is_replaced)
     if without_gradients.leaves_gradients:
         raise TraceError(reason)
     return without_gradients
+
+
+def _are_alike(one: Capture, other: Capture) -> bool:
+    """Whether two captures compute the same, and have the same results and effects."""
+    inputs = [[item.source for item in captured.inputs] for captured in (one, other)]
+    return inputs[0] == inputs[1] and one.module.code == other.module.code and one.bytecode == other.bytecode
 
 
 def _named(owner: nn.Module, parameters: Sequence[Tensor]) -> str:
