@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from autostream.dispatch.dispatcher import Dispatcher
 from autostream.options import Options
+from autostream.tuning import select
 
 settings.register_profile("no clocks", deadline=None, max_examples=40)
 settings.load_profile("no clocks")
@@ -60,6 +61,14 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOSTREAM_CACHE_DIR", str(tmp_path_factory.mktemp("autostream")))
         patch.setattr("autostream.tuning.tune.choice_key", lambda *_: "")
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _short_rounds() -> Iterator[None]:
+    """On a CPU a round of the clock lasts 10 ms, so that other work does not disturb it; no test depends on times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(select._ROUND_US, "cpu", 1.0)
         yield
 
 
