@@ -284,7 +284,7 @@ def test_mutated_arguments_are_restored_before_each_run_outside_of_the_measured_
             now[0] += 100e-6
             restore()
 
-    monkeypatch.setitem(selection._ROUND_US, "cpu", 250.0)
+    monkeypatch.setitem(selection._ROUND_US, "cpu", 750.0)
     monkeypatch.setattr(selection.time, "perf_counter", lambda: now[0])
     timer = selection._timer(run, [place], "cpu", Slow())  # type: ignore[arg-type]
     assert (timer(), timer()) == (pytest.approx(50.0), pytest.approx(50.0))
