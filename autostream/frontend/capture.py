@@ -31,6 +31,7 @@ from autostream.frontend.dropouts import drop_idle_dropouts
 from autostream.frontend.dynamo import compiling, errors_not_logged, timed
 from autostream.frontend.guards import (
     Guards,
+    Values,
     compare_identities,
     drop_guards,
     guard_empty_tables,
@@ -38,8 +39,6 @@ from autostream.frontend.guards import (
     guards_of,
     is_reached,
     source_name,
-    steps_of,
-    value_of,
 )
 from autostream.frontend.reasons import PYTHONS_NUMBERS, reason_of
 
@@ -102,7 +101,7 @@ class Capture:
         kept: the outputs of ``module`` that it leaves in attributes of its arguments, by index, such as the tensors
             that a cache is made of in its first use.
         changed: with ``unguarded``, each object that the call changes, and the steps by which it reaches it
-            (``guards.steps_of``).
+            (``guards.Values.steps_to``).
     """
 
     module: fx.GraphModule
@@ -210,16 +209,12 @@ def capture(
             if differentiates and torch.is_grad_enabled() and not any(map(_is_leaf, example_inputs)):
                 # Dynamo traces no backward then, though one of a loss that was computed before reaches leaves.
                 return capture(model, args, kwargs, unguarded, differentiates=False)
-            captured = _capture_of(output, function.__code__, scope, module, example_inputs, unguarded)
-        known = output.graph_capture_output().f_globals
-        stores = tuple((value_of(source, scope, known), name, value) for source, name, value in stores)
+            values = Values(scope, output.graph_capture_output().f_globals)
+            captured = _capture_of(output, function.__code__, scope, values, module, example_inputs, unguarded)
+        stores = tuple((values.at(source), name, value) for source, name, value in stores)
         changed: tuple[tuple[object, str], ...] = ()
         if unguarded is not None:
-            changed = tuple(
-                step
-                for source in sources
-                for step in ((value_of(source, scope, known), ""), *steps_of(source, scope, known))
-            )
+            changed = tuple(step for source in sources for step in ((values.at(source), ""), *values.steps_to(source)))
         results: Any = module.graph.output_node().args[0]
         kept = tuple(at for at, result in enumerate(results) if getattr(result, "name", "") in kept_names)
         return replace(
@@ -254,22 +249,23 @@ def _capture_of(
     output: Any,
     code: CodeType,
     scope: dict[str, Any],
+    values: Values,
     module: fx.GraphModule,
     example_inputs: Sequence[Any],
     unguarded: Callable[[object, str], bool] | None,
 ) -> Capture:
     graph_output = output.graph_capture_output()
-    compare_identities(graph_output, scope, is_argument)
-    guard_empty_tables(graph_output, scope)
-    drop_guards(graph_output, scope, is_default_of_checks)
+    compare_identities(graph_output, values, is_argument)
+    guard_empty_tables(graph_output, values)
+    drop_guards(graph_output, values, is_default_of_checks)
     if unguarded is not None:
-        drop_guards(graph_output, scope, unguarded)
+        drop_guards(graph_output, values, unguarded)
     placeholders = module.graph.find_nodes(op="placeholder")
     sources = [getattr(node, "_dynamo_source", None) for node in placeholders]
     if None in sources:
         raise TraceError(f"torch {torch.__version__} does not say where inputs of a captured graph come from")
-    values = zip(placeholders, example_inputs, strict=True)
-    if numbers := [node.name for node, value in values if not isinstance(value, Tensor)]:
+    examples = zip(placeholders, example_inputs, strict=True)
+    if numbers := [node.name for node, value in examples if not isinstance(value, Tensor)]:
         raise TraceError(f"the graph takes a number, {numbers[0]}: pass it as a tensor")
     inputs = tuple(
         Input(node.name, source_name(source), is_argument(source), _steps(source))
@@ -277,7 +273,7 @@ def _capture_of(
     )
     held = [source for source, item in zip(sources, inputs, strict=True) if not item.is_argument]
     if unguarded is not None:
-        held = [source for source in held if not is_reached(source, scope, graph_output.f_globals, unguarded)]
+        held = [source for source in held if not is_reached(source, values, unguarded)]
     guard_identities(graph_output, held)
     drop_idle_dropouts(module)
     simplify_masks(module)

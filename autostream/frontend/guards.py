@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -169,7 +168,38 @@ def _identity(builder: Any, guard: Any) -> None:
     builder.get_guard_manager(guard).add_id_match_guard(id(builder.get(guard)), message, guard.user_stack)
 
 
-def compare_identities(graph_output: Any, scope: dict[str, Any], is_argument: Callable[[Any], bool]) -> None:
+class Values:
+    """The values that Dynamo finds at its sources, each of which is looked up once.
+
+    Args:
+        scope: the locals of what was traced.
+        globals_: its globals.
+    """
+
+    def __init__(self, scope: dict[str, Any], globals_: dict[str, Any]) -> None:
+        self._names: dict[str, Any] = {"L": scope, "G": globals_}
+        self._known: dict[Any, Any] = {}
+
+    def at(self, source: Any) -> object:
+        """The value there, or ``None``."""
+        try:
+            value: object = source.get_value(self._names, {}, self._known)
+        except Exception:  # some sources stand for nothing that can be looked up
+            return None
+        return value
+
+    def steps_to(self, source: Any) -> Iterator[tuple[object, str]]:
+        """The steps by which Dynamo reaches a value, the last one first.
+
+        Each is an object, and the attribute or the string key of it that is read.
+        """
+        while (base := getattr(source, "base", None)) is not None:
+            member = getattr(source, "member", None) or getattr(source, "index", None)
+            yield self.at(base), member if isinstance(member, str) else ""
+            source = base
+
+
+def compare_identities(graph_output: Any, values: Values, is_argument: Callable[[Any], bool]) -> None:
     """Replace each guard that two sources are one object by guards of the identity of both, unless one is an argument.
 
     Dynamo evaluates such guards as Python code in each call. The others are checked in C++, and can be skipped. Where
@@ -177,7 +207,7 @@ def compare_identities(graph_output: Any, scope: dict[str, Any], is_argument: Ca
 
     Args:
         graph_output: Dynamo's ``GraphCaptureOutput``.
-        scope: the locals of what was traced.
+        values: of what was traced.
         is_argument: whether a source is an argument of the call, or lies in one.
     """
     from torch._dynamo.source import is_from_skip_guard_source
@@ -188,12 +218,12 @@ def compare_identities(graph_output: Any, scope: dict[str, Any], is_argument: Ca
         sources = [guard.originating_source, other]
         if other is None or any(map(is_argument, sources)) or any(map(is_from_skip_guard_source, sources)):
             continue
-        if not isinstance(value_of(other, scope, graph_output.f_globals), dict):  # guards of those take no others
+        if not isinstance(values.at(other), dict):  # guards of those take no others
             guards.inner.discard(guard)
             guard_identities(graph_output, sources)
 
 
-def guard_empty_tables(graph_output: Any, scope: dict[str, Any]) -> None:
+def guard_empty_tables(graph_output: Any, values: Values) -> None:
     """Guard the length of each empty table of a module, such as its submodules, instead of the order of its keys.
 
     Guards of that order are never skipped where there are no keys, and a step that goes through all modules of a model
@@ -201,12 +231,12 @@ def guard_empty_tables(graph_output: Any, scope: dict[str, Any]) -> None:
 
     Args:
         graph_output: Dynamo's ``GraphCaptureOutput``.
-        scope: the locals of what was traced.
+        values: of what was traced.
     """
     state = graph_output.output_graph
     make = _length_guard()
     for source in [*state.guard_on_key_order]:
-        value = value_of(source, scope, graph_output.f_globals)
+        value = values.at(source)
         if isinstance(value, dict) and not value and _is_table(source_name(source)):
             state.guard_on_key_order.discard(source)
             state.guards.add(source.make_guard(make))
@@ -226,49 +256,30 @@ def _length_guard() -> Any:
     return GuardBuilder.SEQUENCE_LENGTH
 
 
-def drop_guards(graph_output: Any, scope: dict[str, Any], unguarded: Callable[[object, str], bool]) -> None:
+def drop_guards(graph_output: Any, values: Values, unguarded: Callable[[object, str], bool]) -> None:
     """Drop the guards of attributes, and of all that is reached through them, after :func:`compare_identities`.
 
     Args:
         graph_output: Dynamo's ``GraphCaptureOutput``.
-        scope: the locals of what was traced.
+        values: of what was traced.
         unguarded: of an object and the name of an attribute of it, whether it is such an attribute.
     """
     guards = graph_output.output_graph.guards
     for guard in [*guards.inner]:
         create = getattr(guard.create_fn, "func", guard.create_fn)
         is_of_attribute = getattr(create, "__name__", "") == "HASATTR"  # its source is the object that may have one
-        if not is_of_attribute and is_reached(guard.originating_source, scope, graph_output.f_globals, unguarded):
+        if not is_of_attribute and is_reached(guard.originating_source, values, unguarded):
             guards.inner.discard(guard)
 
 
-def is_reached(
-    source: Any, scope: dict[str, Any], globals_: dict[str, Any], through: Callable[[object, str], bool]
-) -> bool:
+def is_reached(source: Any, values: Values, through: Callable[[object, str], bool]) -> bool:
     """Whether Dynamo reaches a value through such an attribute: see :func:`drop_guards`."""
-    for owner, name in steps_of(source, scope, globals_):
+    for owner, name in values.steps_to(source):
         if through(owner, name):
             return True
         if isinstance(owner, Tensor):  # the value is an attribute of a tensor that may be reached so
             return False
     return False
-
-
-def steps_of(source: Any, scope: dict[str, Any], globals_: dict[str, Any]) -> Iterator[tuple[object, str]]:
-    """The steps by which Dynamo reaches a value: each an object, and the attribute or the string key that is read."""
-    while (base := getattr(source, "base", None)) is not None:
-        member = getattr(source, "member", None) or getattr(source, "index", None)
-        yield value_of(base, scope, globals_), member if isinstance(member, str) else ""
-        source = base
-
-
-def value_of(source: Any, scope: dict[str, Any], globals_: dict[str, Any]) -> object:
-    """The value that Dynamo finds there, or ``None``."""
-    try:
-        value: object = source.get_value({"L": scope, "G": globals_}, {}, WeakKeyDictionary())
-    except Exception:  # some sources stand for nothing that can be looked up
-        return None
-    return value
 
 
 def _drop_weak_references(guards: Any) -> None:
