@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
@@ -124,6 +124,16 @@ class Options:
             raise _refusal("memory_budget", self.memory_budget, advice)
         if not _whole_number(self.seed, 0, None):
             raise _refusal("seed", self.seed, "a whole number from 0")
+
+    @property
+    def on_one_stream(self: Kind) -> Kind:
+        """These options for a schedule on one stream.
+
+        Example:
+            >>> Options(streams=2, seed=3).on_one_stream == Options(policy="sequential", seed=3)
+            True
+        """
+        return replace(self, policy="sequential", streams="auto")
 
     @classmethod
     def parse(cls: type[Kind], options: dict[str, Any]) -> Kind:

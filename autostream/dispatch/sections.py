@@ -280,6 +280,6 @@ def _durations_us(program: Program, options: Options) -> dict[str, float]:
 def _plain_report(program: Program, where: str, options: Options) -> Report:
     """The report of ops that run eagerly. Their times are predictions, as nothing was measured."""
     priced = price_program(program, options, Stopwatch())
-    candidates = candidates_for(priced, replace(options, policy="sequential"), False, Stopwatch())[:1]
+    candidates = candidates_for(priced, options.on_one_stream, False, Stopwatch())[:1]
     report = planned("", where, "one stream", program.level, priced, candidates, candidates[0])
     return replace(report, refusals=priced.refusals)

@@ -255,7 +255,7 @@ def _listing(program: Program) -> str:
 
 def _better(planned: Planned, program: Program, fused: Tuned, options: Options) -> Tuned:
     """The faster of fused kernels and ATen ops. The latter are scheduled only if they are fast one after another."""
-    sequential_us = planned(program, replace(options, policy="sequential", costs="roofline")).measured_us
+    sequential_us = planned(program, replace(options.on_one_stream, costs="roofline")).measured_us
     if _beats(fused, sequential_us):
         return fused
     unfused = planned(program, options)

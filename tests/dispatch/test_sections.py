@@ -74,9 +74,12 @@ def large(s: Model, x: Tensor) -> Tensor:
     return x
 
 
-def test_ops_that_cannot_be_captured_are_between_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"streams": 2}])
+def test_ops_that_cannot_be_captured_are_between_sections(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("autostream.pipeline.profile_here", lambda device: (profile_named("h200"), ()))
-    found = cut_up(program_of(Model(large, w=nn.Parameter(t(4, 4))), t(4, 4)))
+    found = cut_up(program_of(Model(large, w=nn.Parameter(t(4, 4))), t(4, 4)), **options)
     assert found is not None
     names = [name for name, _ in found.module.named_children()]
     assert names == ["part_0", "part_1", "part_2"]
