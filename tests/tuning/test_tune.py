@@ -172,6 +172,7 @@ THAWED = "with weights as constants, it takes 60.0 µs, which is not 1% less tha
 CASES: dict[str, tuple[dict[str, Any], dict[str, float], str, list[tuple[str, str]], list[str]]] = {
     "fused is faster": ({}, {"inductor": 50.0, "sequential": 100.0}, "inductor", [*INDUCTOR, *SEQUENTIAL], []),
     "fused is slower": ({}, SLOW | {"aten": 90.0}, "aten", ALL, [SLOWER.format(90.0)]),
+    "streams are given": ({"streams": 2}, SLOW | {"aten": 90.0}, "aten", ALL, [SLOWER.format(90.0)]),
     "a tie": ({}, SLOW | {"aten": 104.0}, "aten", ALL, [SLOWER.format(104.0)]),
     "fused is faster than all": ({}, SLOW | {"aten": 120.0}, "inductor", ALL, []),
     "fused is asked for": ({"kernels": "inductor"}, SLOW | {"aten": 1.0}, "inductor", INDUCTOR, []),
