@@ -16,10 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from autostream.analysis.dependencies import analyze
 from autostream.costs.device import profile_of
-from autostream.costs.roofline import price
-from autostream.costs.this_device import costs_here, profile_here
 from autostream.errors import FusionError, OptionError, TargetError, TraceError
 from autostream.frontend.inputs import described
 from autostream.frontend.modules import name_of
@@ -27,84 +24,18 @@ from autostream.frontend.trace import trace
 from autostream.frontend.tree import flatten
 from autostream.fusion.cache import fused_here
 from autostream.fusion.inductor import obstacle
-from autostream.ir import Candidate, Costs, Decision, DeviceProfile, OpGraph, Program
+from autostream.ir import Candidate, Decision, DeviceProfile, Program
 from autostream.options import Options
 from autostream.reporting.report import Report
 from autostream.runtime.lower import lower
 from autostream.scheduling.cut import cut
 from autostream.scheduling.peak import given_bytes
 from autostream.scheduling.simulate import simulate
-from autostream.store import Notes
-from autostream.tuning.agreement import ALONE, Peers, agree_on
 from autostream.tuning.budget import exemption
-from autostream.tuning.candidates import Priced, best_of, candidates_for
-from autostream.utils import collector
+from autostream.tuning.candidates import best_of, candidates_for
+from autostream.tuning.pricing import Priced, price_program
 from autostream.utils.stopwatch import Stopwatch
 from autostream.version import VERSION
-
-MEASURE_SHARE = 0.5
-"""The share of ``tuning_seconds`` for measuring ops; ops that there is no time for keep their estimates."""
-
-
-def price_program(
-    program: Program,
-    options: Options,
-    stopwatch: Stopwatch,
-    profile: DeviceProfile | None = None,
-    tensors: Sequence[Tensor] | None = None,
-    peers: Peers = ALONE,
-) -> Priced:
-    """Analyze a program and price its ops.
-
-    The first of several processes prices them for all, once these have agreed on their collectives.
-
-    Args:
-        program: the traced model.
-        options: which costs to use.
-        stopwatch: measures the time of the stages.
-        profile: of the device to plan for; by default the program's device.
-        tensors: the program's arguments, for measured costs; without them, costs are estimated.
-        peers: the processes that take part in its collectives.
-
-    Raises:
-        GroupError: one of them has other collectives, or is gone.
-    """
-    with stopwatch("analyze"), collector.paused():
-        graph = analyze(program)
-
-    def priced() -> tuple[DeviceProfile, Costs, Notes]:
-        known, notes = (profile, ()) if profile else profile_here(program.device)
-        if tensors is None or not _measures(options, graph):
-            with collector.paused():
-                return known, price(graph, known), notes
-        budget_s = min(MEASURE_SHARE * options.tuning_seconds, stopwatch.left(options))
-        costs, faults = costs_here(program, graph, known, tensors, budget_s)
-        return known, costs, (*notes, *faults)
-
-    if peers.group:
-        agree_on(graph, graph.ops)
-    with stopwatch("price"):
-        known, costs, notes = peers.first("what its ops cost", priced, tuple[DeviceProfile, Costs, Notes])
-    refusals = () if graph.device == "cpu" else capture_refusals(graph)
-    return Priced(graph, known, costs, refusals, tuple(dict.fromkeys(notes)))
-
-
-def _measures(options: Options, graph: OpGraph) -> bool:
-    """Whether ops are timed."""
-    return options.costs == "measured" or (options.costs == "auto" and graph.device != "cpu")
-
-
-def capture_refusals(graph: OpGraph) -> tuple[Decision, ...]:
-    """Why some of these ops cannot be captured.
-
-    Args:
-        graph: the ops.
-    """
-    return tuple(
-        Decision(op.name, "not captured", f"{op.target}: {op.uncapturable}" + (f" ({op.source})" if op.source else ""))
-        for op in graph.ops.values()
-        if op.uncapturable
-    )
 
 
 def plan(

@@ -23,7 +23,8 @@ from autostream.scheduling.communication import exposed_us
 from autostream.scheduling.policies.sequential import one_stream
 from autostream.scheduling.simulate import run_us, simulate
 from autostream.training import TrainStep
-from autostream.tuning.candidates import Priced, best_of, candidates_for
+from autostream.tuning.candidates import best_of, candidates_for
+from autostream.tuning.pricing import Priced
 from autostream.utils.stopwatch import Stopwatch
 
 

@@ -20,7 +20,7 @@ from autostream.ir import Assignment, Costs, DeviceProfile, OpGraph
 from autostream.options import Options
 from autostream.scheduling.policies import POLICIES, Policy
 from autostream.tuning import candidates
-from autostream.tuning.candidates import Priced
+from autostream.tuning.pricing import Priced
 
 Inputs = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and keyword arguments of a call."""

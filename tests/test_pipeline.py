@@ -16,9 +16,10 @@ from autostream.costs.device import profile_named, profile_of
 from autostream.errors import FusionError, OptionError, TargetError
 from autostream.ir import Decision, DeviceProfile, OpGraph, Program
 from autostream.options import Options
-from autostream.pipeline import lowered, plan, price_program, program_of
+from autostream.pipeline import lowered, plan, program_of
 from autostream.reporting.report import Report
-from autostream.tuning import candidates
+from autostream.tuning import candidates, pricing
+from autostream.tuning.pricing import price_program
 from autostream.utils.stopwatch import Stopwatch
 from tests.analysis.programs import Tape, aten
 from tests.runtime.programs import Towers, sample
@@ -53,7 +54,7 @@ def test_which_costs_are_measured(
         budgets.append(budget_s)
         return {name: replace(cost, source="measured") for name, cost in costs_of(graph).items()}, ()
 
-    monkeypatch.setattr(pipeline, "costs_here", here)
+    monkeypatch.setattr(pricing, "costs_here", here)
     args = case.args() if tensors else None
     stopwatch = Stopwatch({"trace": 20.0, "price": 3.0, "search": 4.0})
     result = price_program(program, Options(costs=costs), stopwatch, H200, args)
@@ -67,8 +68,8 @@ def test_which_costs_are_measured(
 def test_problems_with_kept_measurements_are_reported_once(monkeypatch: pytest.MonkeyPatch, costs: str) -> None:
     """Profiles and costs are kept in one file, which is first read and then written."""
     guessed, kept = Decision("", "not measured", "measuring failed"), Decision("", "not cached", "the disk is full")
-    monkeypatch.setattr(pipeline, "profile_here", lambda device: (profile_of(device), (kept, guessed, kept)))
-    monkeypatch.setattr(pipeline, "costs_here", lambda program, graph, *_: (costs_of(graph), (kept,)))
+    monkeypatch.setattr(pricing, "profile_here", lambda device: (profile_of(device), (kept, guessed, kept)))
+    monkeypatch.setattr(pricing, "costs_here", lambda program, graph, *_: (costs_of(graph), (kept,)))
     assert dry_run(Towers(), profile=None, costs=costs).refusals == (kept, guessed)
 
 

@@ -29,7 +29,7 @@ from autostream.analysis.dependencies import analyze
 from autostream.dispatch.optimized_callable import MakeSection, SharingCallable
 from autostream.ir import OpGraph, Program
 from autostream.options import Options
-from autostream.pipeline import capture_refusals, planned, price_program, versions
+from autostream.pipeline import planned, versions
 from autostream.reporting.report import Report
 from autostream.runtime.cutting import Section, split_program, with_copies
 from autostream.runtime.lower import storages_of
@@ -39,6 +39,7 @@ from autostream.runtime.runs import uncaptured
 from autostream.runtime.static_inputs import Output
 from autostream.scheduling.cut import Part, cut
 from autostream.tuning.candidates import candidates_for
+from autostream.tuning.pricing import capture_refusals, price_program
 from autostream.tuning.select import written
 from autostream.tuning.tune import on_copies
 from autostream.utils import collector

@@ -25,6 +25,7 @@ from autostream.errors import AutostreamError, TraceError, first_line
 from autostream.frontend.as_strided import check_as_strided
 from autostream.frontend.dynamo import compile_lock
 from autostream.ir import Placeholder, Program, Role
+from autostream.utils import operators
 from autostream.utils.storages import storage_of
 
 aten = torch.ops.aten
@@ -268,3 +269,17 @@ def tensors_in(value: object) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     return [item for item in value if isinstance(item, Tensor)] if isinstance(value, list | tuple) else []
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node generates random numbers.
+
+    Example:
+        >>> graph = fx.Graph()
+        >>> is_random(graph.call_function(aten.rand.default, ([2],)))
+        True
+        >>> is_random(graph.call_function(aten.native_dropout.default, (graph.placeholder("x"), 0.5, False)))
+        False
+    """
+    target = node.target
+    return isinstance(target, OpOverload) and operators.draws(target, operators.bound_arguments(node, target))

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from autostream.errors import AutostreamError, TraceError
-from autostream.frontend.aten import GraphInput, as_program, traced_on_fakes
+from autostream.frontend.aten import GraphInput, as_program, is_random, traced_on_fakes
 from autostream.frontend.capture import Capture
 from autostream.frontend.data_parallel import NOT_OF_A_BACKWARD, DataParallel
 from autostream.frontend.decompositions import SPLIT_CONVOLUTIONS, split_lists
@@ -35,7 +35,6 @@ from autostream.frontend.parameters import State, clear_gradients, have_hooks
 from autostream.frontend.saved_tensors import hooks_set_aside
 from autostream.frontend.scalers import SCALER, Scalers
 from autostream.frontend.step_capture import OPTIMIZER_STEP
-from autostream.fusion.random_ops import is_random
 from autostream.ir import Program, Role
 from autostream.utils.storages import layout_of, storage_of
 

@@ -16,29 +16,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from autostream.errors import FusionError
-from autostream.utils import operators
+from autostream.frontend.aten import is_random
 
 aten = torch.ops.aten
 
 _DECOMPOSED_DIFFERENTLY = frozenset({aten.bernoulli, aten.rrelu_with_noise_functional})
 _LIKE_OPS = frozenset({aten.rand_like, aten.randn_like, aten.randint_like})
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether a node generates random numbers.
-
-    Example:
-        >>> graph = fx.Graph()
-        >>> is_random(graph.call_function(aten.rand.default, ([2],)))
-        True
-        >>> is_random(graph.call_function(aten.native_dropout.default, (graph.placeholder("x"), 0.5, False)))
-        False
-    """
-    target = node.target
-    return isinstance(target, OpOverload) and operators.draws(target, operators.bound_arguments(node, target))
 
 
 def random_decompositions(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:

@@ -12,7 +12,7 @@ from itertools import islice
 from operator import itemgetter
 
 from autostream.errors import ScheduleError
-from autostream.ir import Assignment, Candidate, Costs, Decision, DeviceProfile, Limit, OpGraph, Schedule, Timeline
+from autostream.ir import Assignment, Candidate, Limit, OpGraph, Schedule, Timeline
 from autostream.options import Options
 from autostream.scheduling.arena import place_storages
 from autostream.scheduling.coarsen import coarsen, expand
@@ -26,6 +26,7 @@ from autostream.scheduling.simulate import replay_us, simulate
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from autostream.tuning.budget import excess, room_bytes
+from autostream.tuning.pricing import Priced
 from autostream.utils import collector
 from autostream.utils.stopwatch import Stopwatch
 
@@ -50,25 +51,6 @@ WORTH_A_WAIT = 1 / 16
 
 SLACKS = (0.0, 0.5, MAX_SLACK_SHARE)
 """The shares of the launches' slack that waits for memory may use up, tried in turn."""
-
-
-@dataclass(frozen=True)
-class Priced:
-    """A program's op graph with the cost of each op.
-
-    Attributes:
-        graph: ops and hazards.
-        profile: of the device to schedule for.
-        costs: of each op.
-        refusals: why a CUDA graph cannot hold the program; empty if it can, and on the CPU.
-        notes: why measurements could not be read or kept.
-    """
-
-    graph: OpGraph
-    profile: DeviceProfile
-    costs: Costs
-    refusals: tuple[Decision, ...]
-    notes: tuple[Decision, ...] = ()
 
 
 def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: Stopwatch) -> tuple[Candidate, ...]:

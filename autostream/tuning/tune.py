@@ -25,14 +25,14 @@ from autostream.errors import CaptureError, FusionError, GroupError, ScheduleErr
 from autostream.fusion.cache import fused_here
 from autostream.ir import Candidate, Decision, Limit, Program
 from autostream.options import Options
-from autostream.pipeline import price_program
 from autostream.runtime.restore import undone
 from autostream.runtime.runs import without_autocast
 from autostream.runtime.static_inputs import static_copies
 from autostream.store import Notes
 from autostream.tuning.agreement import ALONE, Peers, agree_on, peers_of
-from autostream.tuning.candidates import Priced, best_of, candidates_again, candidates_for, check, variants_of
+from autostream.tuning.candidates import best_of, candidates_again, candidates_for, check, variants_of
 from autostream.tuning.choices import Choice, choice_key, now, read, write
+from autostream.tuning.pricing import Priced, price_program
 from autostream.tuning.select import MARGIN, Selection, build, select, written
 from autostream.utils.logs import Log
 from autostream.utils.stopwatch import Stopwatch

@@ -78,7 +78,7 @@ def large(s: Model, x: Tensor) -> Tensor:
 def test_ops_that_cannot_be_captured_are_between_sections(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autostream.pipeline.profile_here", lambda device: (profile_named("h200"), ()))
+    monkeypatch.setattr("autostream.tuning.pricing.profile_here", lambda device: (profile_named("h200"), ()))
     found = cut_up(program_of(Model(large, w=nn.Parameter(t(4, 4))), t(4, 4)), **options)
     assert found is not None
     names = [name for name, _ in found.module.named_children()]
@@ -289,7 +289,7 @@ def over_two(function: Callable[..., Any]) -> Program:
 
 
 def test_a_program_over_two_devices_is_cut_though_a_graph_could_hold_each_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autostream.pipeline.profile_here", lambda device: (profile_named("h200"), ()))
+    monkeypatch.setattr("autostream.tuning.pricing.profile_here", lambda device: (profile_named("h200"), ()))
     program = over_two(lambda s, x: (x.sin().cos().exp().tanh(), s.far.sin().cos().exp().tanh()))
     found = cut_up(program)
     assert found is not None
@@ -313,7 +313,7 @@ def test_a_program_over_two_devices_that_is_not_cut_runs_eagerly(
         return placed(program), constants
 
     monkeypatch.setattr(compiled_graph, "program_of", over_two_devices)
-    monkeypatch.setattr("autostream.pipeline.profile_here", lambda device: (profile_named("h200"), ()))
+    monkeypatch.setattr("autostream.tuning.pricing.profile_here", lambda device: (profile_named("h200"), ()))
     plain = Model(lambda s, x: moved(x.sin()) @ s.far, far=nn.Parameter(t(4, 4)))
     run = Dispatcher(plain, Options(**options))
     same(run(t(4, 4)), plain(t(4, 4)))

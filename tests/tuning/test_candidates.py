@@ -23,7 +23,8 @@ from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from autostream.tuning import budget
 from autostream.tuning import candidates as module
-from autostream.tuning.candidates import SHORTLIST, Priced, best_of, candidates_again, candidates_for, variants_of
+from autostream.tuning.candidates import SHORTLIST, best_of, candidates_again, candidates_for, variants_of
+from autostream.tuning.pricing import Priced
 from autostream.utils.stopwatch import Stopwatch
 from tests.scheduling.graphs import costs_of, graph_of, profile_with
 

@@ -21,7 +21,7 @@ from autostream.ir import Candidate, Decision, Limit, Program, Schedule
 from autostream.options import Options
 from autostream.tuning import choices
 from autostream.tuning import tune as tuning
-from autostream.tuning.candidates import Priced
+from autostream.tuning.pricing import Priced
 from autostream.tuning.select import Selection
 from autostream.tuning.tune import Tuned, tune
 from autostream.utils.stopwatch import Stopwatch
