@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from autostream.errors import CaptureError, FusionError, GroupError, ScheduleErr
 from autostream.fusion.cache import fused_here
 from autostream.ir import Candidate, Decision, Limit, Program
 from autostream.options import Options
-from autostream.runtime.restore import undone
+from autostream.runtime.restore import Restore, undone
 from autostream.runtime.runs import without_autocast
 from autostream.runtime.static_inputs import static_copies
 from autostream.store import Notes
@@ -38,6 +38,25 @@ from autostream.utils.logs import Log
 from autostream.utils.stopwatch import Stopwatch
 
 log = Log(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A program to tune, and with what.
+
+    Attributes:
+        program: of any level of kernels.
+        arguments: its tensors.
+        bound: which of them a captured graph may read in place.
+        options: how to schedule.
+        stopwatch: records the seconds of each stage.
+    """
+
+    program: Program
+    arguments: Sequence[Tensor]
+    bound: Sequence[bool]
+    options: Options
+    stopwatch: Stopwatch
 
 
 @dataclass(frozen=True)
@@ -82,15 +101,15 @@ def tune(
     Raises:
         GroupError: another process would run something else, or is gone.
     """
-    task, peers = (program, arguments, bound, options, stopwatch), peers_of(program)
+    task, peers = Task(program, arguments, bound, options, stopwatch), peers_of(program)
     if peers is None:
-        tuned = _planned(program, arguments, bound, replace(options, costs="roofline"), stopwatch, None)
+        tuned = _planned(replace(task, options=replace(options, costs="roofline")), None)
         return replace(tuned, refusals=(_NOT_MEASURED, *tuned.refusals))
     key = "" if peers.group else choice_key(program, options, stopwatch)
     if not key:
-        return _search(*task, keep=lambda tuned: tuned, peers=peers)
+        return _search(task, peers, keep=lambda tuned: tuned)
     choice, notes = read(key)
-    tuned = (choice and _retake(*task, choice)) or _search(*task, keep=partial(_kept, key))
+    tuned = (choice and _retake(task, choice)) or _search(task, ALONE, keep=partial(_kept, key))
     return replace(tuned, refusals=(*notes, *tuned.refusals))
 
 
@@ -102,30 +121,23 @@ _NOT_MEASURED = Decision(
 )
 
 
-def _retake(
-    program: Program,
-    arguments: Sequence[Tensor],
-    bound: Sequence[bool],
-    options: Options,
-    stopwatch: Stopwatch,
-    choice: Choice,
-) -> Tuned | None:
+def _retake(task: Task, choice: Choice) -> Tuned | None:
     """An earlier choice, if it is correct and still faster than ops one after another."""
-    notes: tuple[Decision, ...] = ()
+    notes: Notes = ()
     try:
         if choice.level == "inductor":
-            program, notes = fused_here(program, options.inductor_options, arguments, stopwatch)
-        with on_copies(program, arguments, bound) as arguments:
-            priced = price_program(program, options, stopwatch, tensors=arguments)
-            candidates = candidates_again(priced, options, choice.schedule, stopwatch)
-            with stopwatch("select"), undone(arguments, written(program, priced.graph), program.devices) as restore:
-                selection = select(program, priced.graph, candidates, arguments, bound, restore)
+            task, notes = _in_kernels(task)
+        with _on_copies(task) as task:
+            priced = price_program(task.program, task.options, task.stopwatch, tensors=task.arguments)
+            candidates = candidates_again(priced, task.options, choice.schedule, task.stopwatch)
+            with task.stopwatch("select"), _undone(task, priced) as restore:
+                selection = select(task.program, priced.graph, candidates, task.arguments, task.bound, restore)
     except Exception as error:  # then search
         log.debug("what was chosen before is not chosen again: %s", first_line(error))
         return None
     if selection.chosen is not selection.candidates[-1]:
         return None
-    return Tuned(program, priced, selection, (*notes, *choice.refusals), choice.date)
+    return Tuned(task.program, priced, selection, (*notes, *choice.refusals), choice.date)
 
 
 def _kept(key: str, tuned: Tuned) -> Tuned:
@@ -140,30 +152,19 @@ def _kept(key: str, tuned: Tuned) -> Tuned:
     return replace(tuned, refusals=(*tuned.refusals, *write(key, choice)))
 
 
-def _search(
-    program: Program,
-    arguments: Sequence[Tensor],
-    bound: Sequence[bool],
-    options: Options,
-    stopwatch: Stopwatch,
-    keep: Callable[[Tuned], Tuned],
-    peers: Peers = ALONE,
-) -> Tuned:
+def _search(task: Task, peers: Peers, keep: Callable[[Tuned], Tuned]) -> Tuned:
     """The fastest of all candidates. ``keep`` is called with it unless something failed on the way."""
-
-    def planned(program: Program, options: Options) -> Tuned:
-        return _planned(program, arguments, bound, options, stopwatch, peers)
-
-    if options.kernels == "eager" or (options.kernels == "auto" and program.device == "cpu"):
-        unfused = keep(planned(program, options))
+    options = task.options
+    if options.kernels == "eager" or (options.kernels == "auto" and task.program.device == "cpu"):
+        unfused = keep(_planned(task, peers))
         return _not_fused(unfused, _SETTINGS_OF_NO_USE) if options.inductor_options else unfused
-    fused, reason = _fused(planned, program, arguments, options, stopwatch, peers)
+    fused, reason = _fused(task, peers)
     if fused is None:
-        return _not_fused(planned(program, options), reason)
+        return _not_fused(_planned(task, peers), reason)
     if options.kernels == "inductor":
         return keep(fused)
     try:
-        better = _better(planned, program, fused, options)
+        better = _better(task, fused, peers)
     except GroupError:
         raise
     except Exception as error:  # out of memory, above all: there are up to three graphs
@@ -177,23 +178,13 @@ _SETTINGS_OF_NO_USE = (
     "leave them out, or move the model to a GPU"
 )
 
-Planned = Callable[[Program, Options], Tuned]
 
-
-def _fused(
-    planned: Planned,
-    program: Program,
-    arguments: Sequence[Tensor],
-    options: Options,
-    stopwatch: Stopwatch,
-    peers: Peers,
-) -> tuple[Tuned | None, str]:
+def _fused(task: Task, peers: Peers) -> tuple[Tuned | None, str]:
     """The program in fused kernels, or why not. Frozen weights are kept if they were measured to be faster."""
-    fused, reason = _fused_with(options, planned, program, arguments, stopwatch, peers)
+    fused, reason = _fused_once(task, peers)
     if fused is None or not fused.program.frozen:
         return fused, reason
-    unfrozen = replace(options, inductor_options={**options.inductor_options, "freezing": False})
-    other, _ = _fused_with(unfrozen, planned, program, arguments, stopwatch, peers)
+    other, _ = _fused_once(_with_settings(task, {"freezing": False}), peers)
     if other is None or _beats(fused, other.measured_us):
         return fused, ""
     times = f"{fused.measured_us:.1f} µs, which is not {MARGIN:.0%} less than {other.measured_us:.1f} µs"
@@ -201,21 +192,14 @@ def _fused(
     return replace(other, refusals=(refusal, *other.refusals)), ""
 
 
-def _fused_with(
-    options: Options,
-    planned: Planned,
-    program: Program,
-    arguments: Sequence[Tensor],
-    stopwatch: Stopwatch,
-    peers: Peers,
-) -> tuple[Tuned | None, str]:
-    """The program in kernels by these options, or why not. Errors are not kept, as their tracebacks hold memory."""
+def _fused_once(task: Task, peers: Peers) -> tuple[Tuned | None, str]:
+    """The program in kernels by its options, or why not. Errors are not kept, as their tracebacks hold memory."""
     try:
-        kernels, notes = _kernels(program, arguments, options, stopwatch, peers)
+        fused_task, notes = _in_same_kernels(task, peers)
     except FusionError as error:
         return None, str(error)
     try:
-        fused = planned(kernels, options)
+        fused = _planned(fused_task, peers)
         return replace(fused, refusals=(*notes, *fused.refusals)), ""
     except GroupError:
         raise
@@ -223,22 +207,31 @@ def _fused_with(
         return None, f"TorchInductor's kernels do not run: {first_line(error)}"
 
 
-def _kernels(
-    program: Program, arguments: Sequence[Tensor], options: Options, stopwatch: Stopwatch, peers: Peers
-) -> tuple[Program, Notes]:
-    """The program in fused kernels, the same in all processes.
+def _in_same_kernels(task: Task, peers: Peers) -> tuple[Task, Notes]:
+    """The task with its program in fused kernels, the same in all processes.
 
     Raises:
         FusionError: it cannot be fused, or not in the same way.
     """
     for more in ({}, _SAME_EVERYWHERE):
-        fuse = partial(fused_here, program, {**options.inductor_options, **more}, arguments, stopwatch)
-        kernels, notes = peers.together("fusing", fuse, failing=FusionError)
-        listings = peers.each("the fused kernels", partial(_listing, kernels) if peers.group else str)
+        fuse = partial(_in_kernels, _with_settings(task, more))
+        fused, notes = peers.together("fusing", fuse, failing=FusionError)
+        listings = peers.each("the fused kernels", partial(_listing, fused.program) if peers.group else str)
         if len(set(listings)) == 1:
-            return kernels, notes
+            return replace(task, program=fused.program), notes
     other = next(rank for rank, listing in enumerate(listings) if listing != listings[0])
     raise FusionError(f"TorchInductor makes other kernels on rank {other} than on rank 0, and all have to run the same")
+
+
+def _in_kernels(task: Task) -> tuple[Task, Notes]:
+    """The task with its program in fused kernels."""
+    program, notes = fused_here(task.program, task.options.inductor_options, task.arguments, task.stopwatch)
+    return replace(task, program=program), notes
+
+
+def _with_settings(task: Task, more: Mapping[str, Any]) -> Task:
+    """The task with more of Inductor's settings."""
+    return replace(task, options=replace(task.options, inductor_options={**task.options.inductor_options, **more}))
 
 
 _SAME_EVERYWHERE: Mapping[str, Any] = {"shape_padding": False}
@@ -253,12 +246,12 @@ def _listing(program: Program) -> str:
     return hashlib.sha256(listing.encode()).hexdigest()
 
 
-def _better(planned: Planned, program: Program, fused: Tuned, options: Options) -> Tuned:
+def _better(task: Task, fused: Tuned, peers: Peers) -> Tuned:
     """The faster of fused kernels and ATen ops. The latter are scheduled only if they are fast one after another."""
-    sequential_us = planned(program, replace(options.on_one_stream, costs="roofline")).measured_us
-    if _beats(fused, sequential_us):
+    one_stream = replace(task, options=replace(task.options.on_one_stream, costs="roofline"))
+    if _beats(fused, _planned(one_stream, peers).measured_us):
         return fused
-    unfused = planned(program, options)
+    unfused = _planned(task, peers)
     if _beats(fused, unfused.measured_us):
         return fused
     times = f"{fused.measured_us:.1f} µs, which is not {MARGIN:.0%} less than {unfused.measured_us:.1f} µs"
@@ -273,30 +266,21 @@ def _not_fused(tuned: Tuned, reason: str) -> Tuned:
     return replace(tuned, refusals=(Decision("", "not fused", reason), *tuned.refusals))
 
 
-def _planned(
-    program: Program,
-    arguments: Sequence[Tensor],
-    bound: Sequence[bool],
-    options: Options,
-    stopwatch: Stopwatch,
-    peers: Peers | None,
-) -> Tuned:
+def _planned(task: Task, peers: Peers | None) -> Tuned:
     """Plan and measure on copies of the inputs; the model's state and the random number generators are restored.
 
     Args:
-        program: of any level.
-        arguments: its tensors.
-        bound: which of them a captured graph may read in place.
-        options: how to schedule.
-        stopwatch: records the seconds of each stage.
+        task: a program of any level, and how to schedule it.
         peers: the processes that plan and measure the same together; ``None`` to plan by estimates alone.
     """
-    with on_copies(program, arguments, bound) as arguments:
-        priced = price_program(program, options, stopwatch, tensors=arguments, peers=peers or ALONE)
-        graph, task = priced.graph, (program, priced, arguments, bound, options, stopwatch)
-        selected = partial(_best_as_measured, *task, peers) if peers else partial(_best_by_estimates, *task)
+    with _on_copies(task) as task:
+        program, options = task.program, task.options
+        priced = price_program(program, options, task.stopwatch, tensors=task.arguments, peers=peers or ALONE)
+        selected = (
+            partial(_best_as_measured, task, priced, peers) if peers else partial(_best_by_estimates, task, priced)
+        )
 
-        if options.cuda_graph is False or graph.device == "cpu":
+        if options.cuda_graph is False or priced.graph.device == "cpu":
             asked = options.cuda_graph is True
             return Tuned(program, priced, selected(capture=False), (_NOTHING_TO_CAPTURE,) if asked else ())
         refusals = priced.refusals
@@ -308,19 +292,9 @@ def _planned(
         return Tuned(program, priced, selected(capture=False), refusals)
 
 
-def _best_as_measured(
-    program: Program,
-    priced: Priced,
-    arguments: Sequence[Tensor],
-    bound: Sequence[bool],
-    options: Options,
-    stopwatch: Stopwatch,
-    peers: Peers,
-    *,
-    capture: bool,
-) -> Selection:
+def _best_as_measured(task: Task, priced: Priced, peers: Peers, *, capture: bool) -> Selection:
     """The fastest of all schedules. The first of several processes makes them, and each verifies them."""
-    graph = priced.graph
+    options, stopwatch = task.options, task.stopwatch
 
     def made() -> tuple[Candidate, ...]:
         return candidates_for(priced, options, capture, stopwatch)
@@ -330,30 +304,26 @@ def _best_as_measured(
         with stopwatch("verify"):
             peers.together("the schedules", lambda: check(priced, candidates, capture), failing=ScheduleError)
     # Mutated inputs are restored before each run: measuring variants of training steps would take too long.
-    varies = not peers.group and not any(written(program, graph))
+    varies = not peers.group and not any(written(task.program, priced.graph))
     varied = partial(variants_of, priced, options, candidates[0]) if varies else _no_variants
-    with stopwatch("select"), undone(arguments, written(program, graph), program.devices) as restore:
-        left_s = stopwatch.left(options)
-        return select(program, graph, candidates, arguments, bound, restore, left_s, varied, peers)
+    with stopwatch("select"), _undone(task, priced) as restore:
+        left_s, program, arguments = stopwatch.left(options), task.program, task.arguments
+        return select(program, priced.graph, candidates, arguments, task.bound, restore, left_s, varied, peers)
 
 
-def _best_by_estimates(
-    program: Program,
-    priced: Priced,
-    arguments: Sequence[Tensor],
-    bound: Sequence[bool],
-    options: Options,
-    stopwatch: Stopwatch,
-    *,
-    capture: bool,
-) -> Selection:
+def _best_by_estimates(task: Task, priced: Priced, *, capture: bool) -> Selection:
     """The schedule that is fastest as predicted, which is the same in all processes."""
-    graph, candidates = priced.graph, candidates_for(priced, options, capture, stopwatch)
+    graph, candidates = priced.graph, candidates_for(priced, task.options, capture, task.stopwatch)
     # Whether threads of a CPU pay is told by measuring alone.
-    chosen = candidates[0] if graph.device == "cpu" and options.policy == "auto" else best_of(candidates)
+    chosen = candidates[0] if graph.device == "cpu" and task.options.policy == "auto" else best_of(candidates)
     agree_on(graph, [launch.op for launch in chosen.schedule.launches])
-    with undone(arguments, written(program, graph), program.devices) as restore:
-        return Selection(build(program, graph, chosen, arguments, bound, restore), chosen, candidates)
+    with _undone(task, priced) as restore:
+        return Selection(build(task.program, graph, chosen, task.arguments, task.bound, restore), chosen, candidates)
+
+
+def _undone(task: Task, priced: Priced) -> AbstractContextManager[Restore]:
+    """What a run writes is restored before each run, and afterwards."""
+    return undone(task.arguments, written(task.program, priced.graph), task.program.devices)
 
 
 @contextmanager
@@ -368,6 +338,13 @@ def on_copies(program: Program, arguments: Sequence[Tensor], bound: Sequence[boo
     copied = [index for index, is_bound in enumerate(bound) if not is_bound]
     with torch.inference_mode(False), torch.no_grad(), without_autocast(program.level):
         yield static_copies(arguments, copied)
+
+
+@contextmanager
+def _on_copies(task: Task) -> Iterator[Task]:
+    """Yield the task with copies of the inputs."""
+    with on_copies(task.program, task.arguments, task.bound) as arguments:
+        yield replace(task, arguments=arguments)
 
 
 def _no_variants(candidate: Candidate) -> Iterator[Candidate]:

@@ -23,7 +23,7 @@ from autostream.tuning import choices
 from autostream.tuning import tune as tuning
 from autostream.tuning.pricing import Priced
 from autostream.tuning.select import Selection
-from autostream.tuning.tune import Tuned, tune
+from autostream.tuning.tune import Task, Tuned, tune
 from autostream.utils.stopwatch import Stopwatch
 
 
@@ -147,9 +147,10 @@ class Levels:
             frozen = frozenset({0}) if settings.get("freezing") else frozenset()
             return replace(program, level="inductor", frozen=frozen), ()
 
-        def planned(program: Program, arguments: Any, bound: Any, options: Options, *_: Any) -> Tuned:
-            self.planned.append((program.level, options.policy))
-            name = "sequential" if options.policy == "sequential" else program.level
+        def planned(task: Task, peers: object) -> Tuned:
+            program, policy = task.program, task.options.policy
+            self.planned.append((program.level, policy))
+            name = "sequential" if policy == "sequential" else program.level
             name = "frozen" if program.frozen else name
             if name not in times:
                 raise RuntimeError(f"{name} does not run")
@@ -222,13 +223,13 @@ def test_memory_of_failed_kernels_is_freed_before_aten_ops_are_tried(monkeypatch
     class Graph:
         pass
 
-    def holding(program: Program, *args: Any) -> Tuned:
-        if program.level == "inductor":
+    def holding(task: Task, *args: Any) -> Tuned:
+        if task.program.level == "inductor":
             graph = Graph()
             graphs.append(weakref.ref(graph))
         else:
             assert graphs[0]() is None
-        return planned(program, *args)
+        return planned(task, *args)
 
     monkeypatch.setattr(tuning, "_planned", holding)
     assert of_a_gpu().program.level == "aten"
