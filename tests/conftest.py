@@ -46,12 +46,14 @@ def aten_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(Options.__init__.__kwdefaults__, "kernels", "eager")
 
 
-@pytest.fixture(scope="module")
-def one_thread_for_each_op() -> Iterator[None]:
-    """Lanes are threads already, and tests run side by side: of more threads than cores, those of OpenMP spin."""
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread_for_each_op() -> Iterator[None]:
+    """Tests run side by side, lanes and processes too: of more threads than cores, those of OpenMP spin."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # for processes that tests start
+        torch.set_num_threads(1)
+        yield
     torch.set_num_threads(threads)
 
 

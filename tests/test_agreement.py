@@ -120,7 +120,6 @@ def test_a_model_that_gets_itself_wrong_is_refused() -> None:
         examples_of(Random(), [(torch.ones(1000),), (torch.zeros(1000),)])
 
 
-@pytest.mark.usefixtures("one_thread_for_each_op")
 @pytest.mark.parametrize("name", ["dlrm"])
 def test_optimized_workloads_agree(name: str) -> None:
     subject = prepare(INFERENCE[name], 1, CPU, torch.float32)

@@ -9,8 +9,6 @@ from torch import nn
 from tests.delays import symptoms, without_inner_waits
 from tests.planned import Cells, Planned, planned
 
-pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
-
 
 @pytest.fixture(scope="module")
 def cells() -> Planned:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -43,8 +44,13 @@ def room_of(module: str) -> str:
     return path.partition(".")[0] or "__init__"
 
 
-def imports_of(module: str) -> Iterator[str]:
+@cache
+def imports_of(module: str) -> tuple[str, ...]:
     """What a module imports, anywhere in its code: modules by their full name."""
+    return tuple(_imports_in(module))
+
+
+def _imports_in(module: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -199,17 +205,14 @@ ONLY_IN = [
 
 @pytest.mark.parametrize(("pattern", "places"), ONLY_IN)
 def test_it_is_done_in_one_place(pattern: str, places: set[str]) -> None:
-    found = {
-        name.removeprefix("autostream.")
-        for name, path in MODULES.items()
-        if re.search(pattern, code_of(path.read_text()))
-    }
+    found = {name.removeprefix("autostream.") for name in MODULES if re.search(pattern, code_of(name))}
     assert found == places
 
 
-def code_of(source: str) -> str:
-    """Source without comments, docstrings and other strings that stand alone."""
-    tree = ast.parse(source)
+@cache
+def code_of(module: str) -> str:
+    """A module's code without comments, docstrings and other strings that stand alone."""
+    tree = ast.parse(MODULES[module].read_text())
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):

@@ -30,8 +30,6 @@ from tests.mutations import (
 from tests.runtime.programs import Case, Kernels
 from tests.scheduling.brute_force import Oracle
 
-pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
-
 
 def attacked(graphs: int) -> Findings:
     """The results for random graphs of seeds that the long form does not use."""

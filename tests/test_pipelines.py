@@ -19,7 +19,7 @@ LIMIT_S = 120
 def torchrun(processes: int, script: str, *args: str) -> str:
     """What the processes print; they are ended if they take too long."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         [sys.executable, *launcher, str(ROOT / script), *args],
         stdout=subprocess.PIPE,

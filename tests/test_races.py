@@ -36,8 +36,6 @@ from tests.runtime.programs import (
     step_case,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
-
 ORDERS = 12
 CHANGES = 8
 """Of each kind, and each is run."""

@@ -19,8 +19,6 @@ from autostream.runtime.lower import lower
 from autostream.tuning import select
 from tests.semantics import same, tensors_in
 
-pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
-
 SEEDS = range(3)
 """Each lets another one of up to three streams run ahead as far as its waits allow."""
 

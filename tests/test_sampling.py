@@ -13,8 +13,6 @@ import autostream
 from autostream.cli.zoo import import_without_compiled_ops
 from benchmarks.nets import Denoiser, Guided
 
-pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
-
 STEPS = 30
 
 

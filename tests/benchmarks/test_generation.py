@@ -12,7 +12,7 @@ from benchmarks import generation
 from benchmarks.generation import BASELINE, OURS, ROWS, main, measured, table
 
 pytestmark = [
-    pytest.mark.usefixtures("fresh_dynamo", "one_thread_for_each_op"),
+    pytest.mark.usefixtures("fresh_dynamo"),
     pytest.mark.filterwarnings("ignore:.*past_key_values. is deprecated:FutureWarning"),  # from transformers 5.24
 ]
 

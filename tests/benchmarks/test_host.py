@@ -19,8 +19,6 @@ from benchmarks.harness import training
 from benchmarks.host import PLAIN, ROWS, BusyClock, Pace, main, measured, table
 from benchmarks.suites import comparison_of
 
-pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
-
 
 def quartiles(median: float) -> dict[str, float]:
     return {"q1": median - 1, "median": median, "q3": median + 1}

@@ -22,8 +22,6 @@ from benchmarks.zoo import (
     prepare_training,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread_for_each_op")
-
 CPU = torch.device("cpu")
 HEAVY = ("inception_v4", "nasnetalarge", "pnasnet5large", "mask_rcnn_backbone", "mm_large")
 

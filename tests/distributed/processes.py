@@ -15,10 +15,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from autostream.tuning import select
+
 Scenario = Callable[[int, int, dist.ProcessGroup], None]
 """Takes its rank, the number of processes and a group of its own; raises if something is not as it should be."""
 
 LOST = "it has not ended"
+
+IMPORTED = ("torch._dynamo.convert_frame", "torch._functorch.aot_autograd")
+"""What a first capture imports, which takes seconds."""
 
 
 def outcomes(
@@ -35,7 +40,9 @@ def outcomes(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = mp.get_context("spawn")
+    # Forks of a process that has imported all; but CUDA may have started there, and no fork could use it.
+    context: Any = mp.get_context("spawn" if backend == "nccl" else "forkserver")
+    context.set_forkserver_preload([*IMPORTED, *{scenario.__module__ for scenario in scenarios.values()}])
     told: Any = context.Queue()
     arguments = (processes, port, list(scenarios.items()), os.environ["AUTOSTREAM_CACHE_DIR"], backend, told)
     started = [context.Process(target=_process, args=(rank, *arguments)) for rank in range(processes)]
@@ -72,6 +79,7 @@ def _process(
 ) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    select._ROUND_US["cpu"] = 1.0  # as in ``conftest.py``
     os.environ["AUTOSTREAM_CACHE_DIR"] = cache
     store = dist.TCPStore("127.0.0.1", port, processes, is_master=rank == 0)
     if backend == "nccl":

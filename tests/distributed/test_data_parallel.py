@@ -1,6 +1,6 @@
 """Steps shared by two to four processes over gloo; what they do is in ``scenarios.py``.
 
-Importing torch takes longer than most scenarios, so processes run all of them.
+Importing torch takes longer than most scenarios, so processes run all of them, and are forks of one that has done so.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from autostream.errors import OptionError
 from autostream.frontend.capture import capture
 from tests.captures import Captures
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread_for_each_op")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 NEW = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
