@@ -4,24 +4,52 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
 
+from benchmarks import data_parallel
 from benchmarks.data_parallel import main, table
+from benchmarks.zoo import TrainingWorkload
+from tests.distributed.processes import outcomes
+
+SMALL = TrainingWorkload(
+    "small",
+    lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)),
+    lambda batch: (torch.randn(batch, 8), torch.randn(batch, 4)),
+    lambda model, x, y: F.mse_loss(model(x), y),
+)
 
 
-def test_two_processes_measure_all_that_is_asked_for(tmp_path: Path) -> None:
-    modes = ["autostream", "all_reduce"]
-    argv = ["--world", "2", "--device", "cpu", "--workloads", "train_mlp12", "--rounds", "1", "--out", str(tmp_path)]
-    assert main([*argv, "--modes", *modes]) == 0
-    result = json.loads((tmp_path / "data_parallel-2.json").read_text())
-    (row,) = result["rows"]
-    assert (result["world"], row["workload"], row["failed"]) == (2, "train_mlp12", {})
-    assert [*row["us"]] == modes
+def measured(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(data_parallel.TRAINING, "small", SMALL)  # type: ignore[arg-type]
+        row = data_parallel.row("small", ["autostream", "all_reduce"], torch.device("cpu"), rounds=1)
+    assert (row["workload"], row["failed"]) == ("small", {})
+    assert [*row["us"]] == ["autostream", "all_reduce"]
     assert row["us"]["autostream"] > 0.0
     assert [*row["schedules"]] == ["autostream"]
     assert "aten kernels" in row["schedules"]["autostream"]
-    assert (tmp_path / "data_parallel-2.md").read_text() == table([row]) + "\n"
+    times: list[Any] = [None] * processes
+    dist.all_gather_object(times, row["us"])
+    assert times == [row["us"]] * processes
+
+
+def test_two_processes_measure_together() -> None:
+    assert outcomes({"measured": measured}, 2) == {"measured": ["", ""]}
+
+
+def test_a_command_starts_processes_and_saves_what_they_measure(tmp_path: Path) -> None:
+    argv = ["--world", "1", "--device", "cpu", "--workloads", "train_mlp12", "--rounds", "1", "--out", str(tmp_path)]
+    assert main([*argv, "--modes", "all_reduce"]) == 0
+    result = json.loads((tmp_path / "data_parallel-1.json").read_text())
+    (row,) = result["rows"]
+    assert (result["world"], row["workload"], row["failed"], [*row["us"]]) == (1, "train_mlp12", {}, ["all_reduce"])
+    assert (tmp_path / "data_parallel-1.md").read_text() == table([row]) + "\n"
 
 
 def test_ratios_and_the_exposed_share_follow_from_times() -> None:

@@ -99,7 +99,7 @@ def test_guidance_is_the_same_in_one_batch_and_side_by_side() -> None:
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_a_training_workload_passes_its_own_checks_and_its_loss_is_no_matter_of_chance(name: str) -> None:
-    subject = prepare_training(TRAINING[name], TRAINING[name].batches[0], "sgd", CPU, torch.float32)
+    subject = prepare_training(TRAINING[name], 2, "sgd", CPU, torch.float32)
     assert subject.model.training
     losses = [subject.loss(subject.model, *subject.data) for _ in range(2)]
     assert losses[0].dtype == torch.float32
