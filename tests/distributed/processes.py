@@ -22,8 +22,8 @@ Scenario = Callable[[int, int, dist.ProcessGroup], None]
 
 LOST = "it has not ended"
 
-IMPORTED = ("torch._dynamo.convert_frame", "torch._functorch.aot_autograd")
-"""What a first capture imports, which takes seconds."""
+IMPORTED = ["tests.distributed.scenarios", "torch._dynamo.convert_frame", "torch._functorch.aot_autograd"]
+"""What scenarios import, and a first capture, which takes seconds."""
 
 
 def outcomes(
@@ -42,7 +42,7 @@ def outcomes(
         port = free.getsockname()[1]
     # Forks of a process that has imported all; but CUDA may have started there, and no fork could use it.
     context: Any = mp.get_context("spawn" if backend == "nccl" else "forkserver")
-    context.set_forkserver_preload([*IMPORTED, *{scenario.__module__ for scenario in scenarios.values()}])
+    context.set_forkserver_preload(IMPORTED)
     told: Any = context.Queue()
     arguments = (processes, port, list(scenarios.items()), os.environ["AUTOSTREAM_CACHE_DIR"], backend, told)
     started = [context.Process(target=_process, args=(rank, *arguments)) for rank in range(processes)]

@@ -663,6 +663,56 @@ def a_process_dies_while_it_measures(rank: int, processes: int, group: dist.Proc
                 step(x, y)
 
 
+# Split models, run by ``torch.distributed.pipelining``
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(4)]
+    return nn.Sequential(*layers).double()
+
+
+def stages_as_the_whole_model(rank: int, processes: int, group: dist.ProcessGroup, *, scheduled: bool = False) -> None:
+    """Loss and gradients of two steps by 1F1B; with ``scheduled``, a stage's forward and backward are in graphs."""
+    from torch.distributed.pipelining import Schedule1F1B, build_stage, pipeline
+
+    microbatches, rows = 4, 2
+    model, whole = transformer(), transformer()
+    x, target = torch.randn(2, microbatches * rows, 5, 16, dtype=torch.float64)
+    expected = F.mse_loss(whole(x), target)
+    expected.backward()
+
+    cut = autostream.split(model, [x[:rows]], processes, device="h200", microbatches=microbatches)
+    pipe = pipeline(model, (x[:rows],), split_spec=cut.split_spec)
+    module = pipe.get_stage_module(rank)
+    # On a CPU, a schedule with gradients is made for those only who choose a policy.
+    fast = autostream.optimize(module, policy="critical_path") if scheduled else module
+    stage = build_stage(fast, rank, pipe.info(), torch.device("cpu"), group)
+    schedule = Schedule1F1B(stage, microbatches, loss_fn=F.mse_loss)
+    losses: list[Tensor] = []
+    for _ in range(2):  # the second step replays what the first has captured
+        module.zero_grad()
+        losses.clear()
+        last = {"target": target, "losses": losses} if rank == processes - 1 else {}
+        schedule.step(*([x] if rank == 0 else []), **last)
+        if rank == processes - 1:
+            assert abs(torch.stack(losses).mean() - expected) <= 1e-12
+        gradients = {name: weight.grad for name, weight in whole.named_parameters()}
+        own = dict(module.named_parameters())
+        assert own
+        for name, weight in own.items():
+            assert weight.grad is not None, name
+            assert (weight.grad - gradients[name]).abs().max() <= 1e-12, name
+    if scheduled:
+        assert isinstance(fast, autostream.OptimizedModule)
+        modes = {report.mode for report in fast.reports}
+        assert modes == {"forward and backward"}, modes
+
+
+def scheduled_stages_as_the_whole_model(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    stages_as_the_whole_model(rank, processes, group, scheduled=True)
+
+
 # Random programs with collectives
 
 
@@ -765,6 +815,8 @@ IN_TWO: dict[str, Scenario] = {
         kernels_that_one_process_cannot_make,
         collectives_in_a_functional_graph,
         sharded_models_run_as_they_are,
+        stages_as_the_whole_model,
+        scheduled_stages_as_the_whole_model,
     )
 }
 IN_FOUR: dict[str, Scenario] = {
@@ -772,6 +824,7 @@ IN_FOUR: dict[str, Scenario] = {
     for each in (
         subgroups_as_ddp,
         rows_and_columns,
+        stages_as_the_whole_model,
         processes_that_measure_other_times_choose_the_same,
         a_process_dies,
     )
