@@ -24,10 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autostream.dispatch.captured_step import plan_step
 from autostream.dispatch.dispatcher import Dispatcher
 from autostream.dispatch.requirements import check_requirements
+from autostream.dispatch.step_calls import Refusal
 from autostream.dispatch.step_functions import StepFunction
-from autostream.dispatch.step_graphs import Done, Refusal, StepGraphs, plan_step
+from autostream.dispatch.step_graphs import Done, StepGraphs
 from autostream.dispatch.steps import Step, graphs_of
 from autostream.errors import TargetError, TraceError
 from autostream.frontend.averages import differing_buffers
@@ -449,10 +451,10 @@ class TrainStep:
             TraceError: no graph computes the whole step.
         """
         if self._whole is None:
-            raise TraceError(f"{self._backward.name} is no one graph: {next(iter(self._eager_optimizer))}")
+            raise TraceError(f"{self._backward.step.name} is no one graph: {next(iter(self._eager_optimizer))}")
         self.eager(*args)
         with torch.set_grad_enabled(False):
-            return plan_step(self._whole, args, options, profile)
+            return plan_step(self._whole.step, args, options, profile)
 
     @property
     def reports(self) -> tuple[Report, ...]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autostream.dispatch.step_graphs import Call, trace
+from autostream.dispatch.captured_step import trace
+from autostream.dispatch.step_calls import Call, call_of
 from autostream.dispatch.steps import Step, graphs_of
 from autostream.frontend.losses import Loss
 from autostream.ir import Program
@@ -33,10 +34,10 @@ def run(step: Step, batch: Batch) -> Any:
 @torch.no_grad()
 def traced(step: Step, batch: Batch, *, whole: bool = True) -> tuple[Program, list[Tensor]]:
     """The program of a step whose optimizer has its state, and the program's arguments."""
-    graphs = graphs_of(step, BufferTable(), whole=whole)
-    call = graphs.call(batch, {})
+    written = graphs_of(step, BufferTable(), whole=whole).step
+    call = call_of(written, batch, {})
     assert isinstance(call, Call), call
-    captured, step_program = trace(graphs, call)
+    captured, step_program = trace(written, call)
     return step_program.program, step_program.arguments(captured.tensors, call.updates)
 
 

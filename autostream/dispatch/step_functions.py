@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from autostream.dispatch.step_graphs import Done, StepGraphs, plan_step
+from autostream.dispatch.captured_step import plan_step
+from autostream.dispatch.step_calls import WrittenStep
+from autostream.dispatch.step_graphs import Done, StepGraphs
 from autostream.errors import TargetError
 from autostream.frontend.data_parallel import DataParallel, data_parallel_of
 from autostream.frontend.losses import modules_in
@@ -66,17 +68,9 @@ class StepFunction:
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._stateless: list[frozenset[int]] = [frozenset() for _ in optimizers]
         self.input_buffers, self.disabled = BufferTable(), disabled()
-        self._graphs = StepGraphs(
-            Body(function),
-            self._optimizers,
-            options,
-            self._name,
-            lambda: _owner_of(function),
-            self.eager,
-            self.input_buffers,
-            data_parallel,
-            averages=True,
-        )
+        body, modules = Body(function), partial(_owner_of, function)
+        step = WrittenStep(body, self._optimizers, self._name, modules, self.eager, data_parallel, averages=True)
+        self._graphs = StepGraphs(step, options, self.input_buffers)
         self._eager: dict[str, Decision] = {}
         self._lock = threading.RLock()
         """Steps write the same tensors, so those of several threads run one after the other."""
@@ -146,7 +140,7 @@ class StepFunction:
         """
         with self._lock, torch.set_grad_enabled(False):
             self.eager(*args)
-            return plan_step(self._graphs, args, options, profile)
+            return plan_step(self._graphs.step, args, options, profile)
 
     @property
     def reports(self) -> tuple[Report, ...]:

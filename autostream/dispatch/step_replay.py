@@ -11,38 +11,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules import module as nn_module
 
+from autostream.dispatch.captured_step import CapturedStep
 from autostream.dispatch.scheduled_program import NoSchedule
+from autostream.dispatch.step_calls import Call, WrittenStep, circumstances
 from autostream.errors import TraceError
 from autostream.frontend.batches import detached
-from autostream.frontend.eager_only import anomaly_detection, unusual_call
+from autostream.frontend.eager_only import unusual_call
 from autostream.frontend.optimizers import obstacle
 from autostream.frontend.parameters import have_hooks, leave_no_gradients
-from autostream.frontend.saved_tensors import hooks_are_set
 from autostream.frontend.settings import watch_unguarded
 from autostream.frontend.tree import TENSOR, Structure, flatten, shares_containers, tensors_like, unflatten
+from autostream.options import Options
 from autostream.runtime.layouts import Layouts, metadata_check
 from autostream.runtime.partial_call import PartialCall
 from autostream.runtime.writes import SameEntries
 from autostream.utils.storages import storage_of
-
-if TYPE_CHECKING:
-    from autostream.dispatch.step_graphs import Call, Entry, StepGraphs
 
 
 class StepReplay:
     """Checks whether a step is like an earlier one, and runs it.
 
     Args:
-        graphs: of the step.
+        step: as it is written.
         entry: the compiled step.
         call: an earlier call that it has run.
         inputs: of the captured graph in that call.
+        options: say which guards to check.
 
     Attributes:
         entry: the compiled step.
@@ -52,13 +51,15 @@ class StepReplay:
         NoSchedule: such steps have no fast path.
     """
 
-    def __init__(self, graphs: StepGraphs, entry: Entry, call: Call, inputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, step: WrittenStep, entry: CapturedStep, call: Call, inputs: Sequence[Tensor], options: Options
+    ) -> None:
         scheduled, arguments = entry.scheduled, entry.traced.arguments(inputs, call.updates)
         place = scheduled.reading(arguments)
         if scheduled.detached or (scheduled.captured is not None and place is None):
             raise NoSchedule("it is not known what a replay would read")
-        self.entry, self.key, self._body, self._steps = entry, call.key, graphs.body, 0
-        self._guards, self._checks_inputs_only = entry.captured.guards, graphs.options.guards == "inputs"
+        self.entry, self.key, self._body, self._steps = entry, call.key, step.body, 0
+        self._guards, self._checks_inputs_only = entry.captured.guards, options.guards == "inputs"
         at_call = {id(tensor): at for at, tensor in enumerate(call.tensors)}
         given = {id(t) for t, item in zip(inputs, entry.captured.inputs, strict=True) if item.is_argument}
         if not given <= at_call.keys():
@@ -74,9 +75,9 @@ class StepReplay:
         if not self._are_disjoint(call.tensors):
             raise NoSchedule("arguments share memory")
         self._same_numerics = watch_unguarded()
-        self._optimizers, self._updated = graphs.optimizers, graphs.updated
+        self._optimizers, self._updated = step.optimizers, step.updated
         self._hyperparameters = [
-            *zip(graphs.hyperparameters, (each.numbers.device for each in call.updates), strict=True)
+            *zip(step.hyperparameters, (each.numbers.device for each in call.updates), strict=True)
         ]
         self._sizes = [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
         self._states = [optimizer.state for optimizer in self._updated]
@@ -166,15 +167,6 @@ class StepReplay:
             return self._guards(self._body, args, kwargs)
 
 
-def circumstances() -> str:
-    """The global hook or mode that a graph of a backward would ignore, in words, or ``""``."""
-    if hooks_are_set():
-        return "hooks of saved tensors are set, and a graph saves none"
-    if nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks:
-        return "a submodule has backward hooks, which a graph would not call"
-    return anomaly_detection()
-
-
 _PARAMETERS = itemgetter("params")
 _REQUIRES_GRADIENTS = attrgetter("requires_grad")
 
@@ -183,7 +175,7 @@ def _is_cleared(owner: object, name: str, value: object) -> bool:
     return isinstance(owner, Tensor) and name == "grad" and value is None
 
 
-def _structure_of_result(entry: Entry, call: Call) -> tuple[Structure, list[int]] | None:
+def _structure_of_result(entry: CapturedStep, call: Call) -> tuple[Structure, list[int]] | None:
     """The structure of what the step returns, and which outputs of the graph are its tensors.
 
     ``None`` where only Dynamo's bytecode can rebuild it. The bytecode is run twice on placeholder outputs: a value that

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autostream.dispatch.step_calls import WrittenStep
 from autostream.dispatch.step_graphs import StepGraphs
 from autostream.errors import TargetError
 from autostream.frontend.averages import check_average, follow
@@ -213,5 +214,5 @@ def graphs_of(step: Step, input_buffers: BufferTable, *, whole: bool) -> StepGra
     parallel = step.data_parallel
     body = WholeStep(loss, optimizer, options, parallel) if whole else Differentiation(loss, options, parallel)
     name = f"{name_of(step.model)}, {'TrainingStep' if whole else 'Backward'}"
-    made = (body, (optimizer,), options, name, lambda: step.modules, eager, input_buffers, parallel)
-    return StepGraphs(*made, updates=whole)
+    written = WrittenStep(body, (optimizer,), name, lambda: step.modules, eager, parallel, updates=whole)
+    return StepGraphs(written, options, input_buffers)

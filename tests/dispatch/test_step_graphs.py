@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from autostream.dispatch.step_graphs import Call, Key, Refusal
+from autostream.dispatch.step_calls import Call, Key, Refusal, call_of
 from autostream.dispatch.steps import Step, graphs_of
 from autostream.runtime.input_buffers import BufferTable
 from tests.steps import run, step_of
@@ -34,7 +34,7 @@ def small(optimizer: Callable[..., Optimizer] = SGD, model: nn.Module | None = N
 
 @torch.no_grad()
 def call(step: Step, batch: Any = BATCH) -> Call | Refusal:
-    return graphs_of(step, BufferTable(), whole=True).call(batch, {})
+    return call_of(graphs_of(step, BufferTable(), whole=True).step, batch, {})
 
 
 def key(step: Step, batch: Any = BATCH) -> Key:

@@ -1,0 +1,152 @@
+"""A training step as one scheduled graph, and dry runs of it.
+
+    call ──capture (Dynamo)──▶ graph + guards ──trace──▶ Program ──▶ ScheduledProgram ──▶ Dynamo's bytecode: result
+
+A step that runs has the inputs of that graph, and returns what the bytecode makes of its outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autostream.dispatch.scheduled_program import Label, ModelContext, ScheduledProgram
+from autostream.dispatch.step_calls import Call, Refusal, WrittenStep, call_of, kind_of
+from autostream.errors import TraceError
+from autostream.frontend.batches import detached
+from autostream.frontend.capture import Capture
+from autostream.frontend.eager_only import unusual_model
+from autostream.frontend.inputs import aliases_of, described
+from autostream.frontend.step_capture import capture_step
+from autostream.frontend.steps import Traced, trace_step
+from autostream.ir import DeviceProfile, Program, Role
+from autostream.options import Options
+from autostream.pipeline import check_one_device, check_plannable, device_of, plan_program
+from autostream.reporting.report import Report
+from autostream.utils.stopwatch import Stopwatch
+
+
+class CapturedStep:
+    """A training step as one scheduled graph.
+
+    Args:
+        step: as it is written.
+        call: the call to compile it for.
+        context: of the step.
+
+    Attributes:
+        captured: the captured step, without its tensors.
+        traced: the traced step.
+        scheduled: runs the step's program.
+
+    Raises:
+        TraceError: no graph computes the step.
+    """
+
+    def __init__(self, step: WrittenStep, call: Call, context: ModelContext) -> None:
+        stopwatch = Stopwatch()
+        with stopwatch("trace"):
+            captured, self.traced = trace(step, call)
+        inputs, self._body = captured.tensors, step.body
+        stays = [placeholder.role is not Role.INPUT for placeholder in self.traced.program.placeholders]
+        arguments, label = self.traced.arguments(inputs, call.updates), Label(step.name, described(call.tensors))
+        self.scheduled = ScheduledProgram(self.traced.program, arguments, stays, label, context, stopwatch)
+        self._alike = _layouts_of(inputs)
+        self.captured = replace(captured, tensors=(), changed=())
+        self._outputs: Sequence[Any] = ()
+        self._restored = captured.restored(lambda *_: self._outputs)
+
+    def inputs(self, call: Call) -> Sequence[Tensor] | None:
+        """The inputs of the captured graph in a call, or ``None`` if the graph does not compute it."""
+        args, kwargs = call.args, call.kwargs
+        with torch.enable_grad():
+            if not self.captured.guards(self._body, args, kwargs):
+                return None
+            inputs = self.captured.graph_inputs(self._body, args, kwargs)
+        return inputs if _layouts_of(inputs) == self._alike else None
+
+    def failed(self, call: Call) -> str:
+        """The guard that fails for a call, as Dynamo writes it."""
+        with torch.enable_grad():
+            return self.captured.guards.failed(self._body, call.args, call.kwargs).strip()
+
+    def run(self, call: Call, inputs: Sequence[Tensor]) -> Any:
+        """Run a step with these inputs of the captured graph; returns its result.
+
+        Raises:
+            NoSchedule: no CUDA graph reads tensors at these addresses, and none can be captured.
+        """
+        outputs = self.scheduled(self.traced.arguments(inputs, call.updates))
+        return detached(self.restored(outputs, call.args, call.kwargs))
+
+    def restored(self, outputs: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the step returns, by Dynamo's bytecode, which also applies side effects on Python objects.
+
+        It may have tensors that are no outputs of the graph, such as weights.
+        """
+        self._outputs = outputs
+        try:
+            with torch.enable_grad():
+                return self._restored(self._body, args, kwargs)
+        finally:
+            self._outputs = ()
+
+
+def trace(step: WrittenStep, call: Call, device: str | None = None) -> tuple[Capture, Traced]:
+    """Capture and trace a step, for the device of its tensors by default.
+
+    Raises:
+        TraceError: no graph computes it.
+    """
+    modules = step.modules()
+    if reason := _uncapturable(modules):
+        raise TraceError(reason)
+    step.body.parameters, step.body.owner = call.parameters, modules
+    captured = capture_step(step.body, step.updated, call.args, call.kwargs)
+    return captured, trace_step(captured, call.updates, modules, call.every, step.averaging, device=device)
+
+
+def _uncapturable(modules: nn.Module) -> str:
+    parts = list(modules.modules())
+    if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in parts):
+        return (
+            "DistributedDataParallel averages gradients by hooks, which a graph would not call: give the model itself, "
+            "and data_parallel=process_group"
+        )
+    return unusual_model(modules)
+
+
+def _layouts_of(inputs: Sequence[Tensor]) -> Hashable:
+    return [*map(kind_of, inputs)], aliases_of(inputs), [tensor.requires_grad for tensor in inputs]
+
+
+def plan_step(
+    step: WrittenStep, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None
+) -> tuple[Program, Report]:
+    """A dry run of a step whose optimizers have made their state; nothing is computed.
+
+    Args:
+        step: as it is written.
+        args: its arguments.
+        options: how to schedule it.
+        profile: a device to plan for, which need not be available; the step is on the CPU then.
+
+    Raises:
+        OptionError: see :func:`autostream.pipeline.plan`.
+        TraceError: no graph computes the step.
+    """
+    check_plannable(options, profile)
+    device = None if profile is None else device_of(profile)
+    stopwatch = Stopwatch()
+    with stopwatch("trace"):
+        call = call_of(step, args, {})
+        if isinstance(call, Refusal):
+            raise TraceError(f"{step.name} is no one graph: {call.reason}")
+        captured, traced = trace(step, call, device)
+        check_one_device(traced.program)
+    arguments, label = traced.arguments(captured.tensors, call.updates), described(call.tensors, device)
+    return traced.program, plan_program(traced.program, arguments, step.name, label, options, profile, stopwatch)
