@@ -60,7 +60,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 # While a model is prepared
 
 STAGES = [
-    "dispatch.dispatcher.capture", "dispatch.dispatcher.names_of", "dispatch.compiled_graph.program_of",
+    "dispatch.entries.capture", "dispatch.entries.names_of", "dispatch.compiled_graph.program_of",
     "tuning.tune.price_program", "tuning.tune.candidates_for", "tuning.tune.static_copies", "tuning.tune.undone",
     "runtime.restore.copyable", "tuning.tune.select", "tuning.select.build", "tuning.select.lower",
     "tuning.select.uncaptured", "tuning.select.interleaved", "dispatch.scheduled_program.Frozen",

@@ -250,7 +250,7 @@ class InOnePlace(CompiledGraph):
 
 @pytest.fixture
 def in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autostream.dispatch.dispatcher.CompiledGraph", InOnePlace)
+    monkeypatch.setattr("autostream.dispatch.entries.CompiledGraph", InOnePlace)
 
 
 @pytest.mark.usefixtures("in_one_place")

@@ -4,9 +4,9 @@
                │ no
                └─▶ slow path: an entry whose guards hold ──▶ Dynamo's bytecode around the scheduled graph
                        │ none
-                       └─▶ capture ──▶ one graph ──▶ CapturedCall, with a backward if gradients are recorded
-                              └── graph breaks ──▶ SplitCall: torch.compile, each graph a CompiledGraph
-                                        └── no graph at all, or too many ──▶ EagerCall: the model itself
+                       └─▶ worth it? ──▶ new_entry captures the call
+                               │ no
+                               └─▶ the model itself
 
 An entry is what runs the calls of one signature for which its guards hold.
 """
@@ -26,30 +26,26 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.nn.parameter import is_lazy
 
 from autostream.dispatch.admission import Admission
 from autostream.dispatch.captured_call import CapturedCall
-from autostream.dispatch.compiled_graph import CompiledGraph, InputNames, eager_reason
+from autostream.dispatch.compiled_graph import eager_reason
+from autostream.dispatch.entries import EagerCall, Entry, new_entry
 from autostream.dispatch.optimized_callable import OptimizedCallable
 from autostream.dispatch.paranoid import compared
 from autostream.dispatch.replay import GuardFailed, Replay
 from autostream.dispatch.requirements import check_requirements
 from autostream.dispatch.scheduled_program import ModelContext, ScheduledProgram
 from autostream.dispatch.split_call import SplitCall
-from autostream.errors import AutostreamError, FastPathError, OptionError, TargetError, TraceError, first_line
-from autostream.frontend.aten import drop_weak_references, mode_of
-from autostream.frontend.autograd import differentiable
-from autostream.frontend.capture import Capture, capture
+from autostream.errors import AutostreamError, TargetError, TraceError, first_line
 from autostream.frontend.eager_only import (
     exporting,
     growing_cache,
     traced_by_fx,
     unusual_call,
-    unusual_model,
     unusual_tensor,
 )
-from autostream.frontend.inputs import aliases_of, described, names_of
+from autostream.frontend.inputs import aliases_of, described
 from autostream.frontend.modules import name_of
 from autostream.frontend.saved_tensors import hooks_are_set
 from autostream.frontend.settings import numerics
@@ -65,26 +61,6 @@ from autostream.utils.locks import preparing
 from autostream.utils.logs import Log
 
 log = Log(__name__)
-
-
-class EagerCall:
-    """Calls that run eagerly because nothing else works for them.
-
-    Args:
-        label: describes the calls in reports.
-        reason: why they run eagerly.
-    """
-
-    def __init__(self, label: str, reason: str) -> None:
-        self.label, self.reason = label, reason
-
-    def reports(self, model: str) -> tuple[Report, ...]:
-        """One report, with the reason."""
-        refusal = Decision("", "plain", self.reason)
-        return (Report(model, self.label, "plain", refusals=(refusal,), versions=versions()),)
-
-
-Entry = CapturedCall | SplitCall | EagerCall
 
 
 @dataclass(slots=True, eq=False)
@@ -451,60 +427,9 @@ class Dispatcher(OptimizedCallable):
 
     def _capture(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | str:
         """Capture a call; or the reason why it has to be a later one."""
-        model, options = self.model, self.options
-        tensors = (*model.parameters(), *model.buffers(), *args)
-        check_requirements(options, [tensor for tensor in tensors if isinstance(tensor, Tensor)])
-        if any(map(is_lazy, model.parameters())):
-            return _LAZY
-        if reason := unusual_model(model):
-            return self._refused(label, TraceError(reason))
-        try:
-            captured = capture(model, args, kwargs)
-        except TraceError as error:
-            if options.strict or isinstance(error, FastPathError):
-                return self._refused(label, error)
-            log.warning("%s: %s; splitting it at graph breaks", self.name, str(error))  # log records outlive the error
-            return SplitCall(model, label, str(error), self._compiled_graph)
-        except Exception as error:
-            return self._refused(label, error)
-        if captured is None:
-            return EagerCall(label, "it computes nothing with tensors")
-        try:
-            names = names_of(captured, model)
-            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in captured.tensors):
-                halves: list[CompiledGraph] = []
-                run = differentiable(captured.module, captured.tensors, names, partial(self._compiled_graph, halves))
-                return CapturedCall(captured, run, label, halves=halves)
-            compiled = self._same_graph(captured, names) or self._compiled_graph([], captured.module, names)
-            signature = compiled.signature(captured.tensors, admitted=True)
-        except Exception as error:
-            return self._refused(label, error)
-        finally:
-            drop_weak_references(mode_of(captured.module))
-        if signature is None:
-            return EagerCall(label, compiled.refusal)
-        return CapturedCall(captured, compiled, label, signature)
-
-    def _same_graph(self, captured: Capture, names: InputNames) -> CompiledGraph | None:
-        """The same graph compiled under other guards, such as those of inference mode."""
         entries = chain.from_iterable(self._admission.entries.values())
-        graphs = (entry.compiled for entry in entries if isinstance(entry, CapturedCall) and entry.compiled)
-        return next((graph for graph in graphs if graph.is_of(captured.module, names)), None)
-
-    def _refused(self, label: str, error: Exception) -> EagerCall:
-        if self.options.strict or isinstance(error, OptionError | TargetError):
-            raise error
-        reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
-        log.warning("%s runs plainly: %s", self.name, reason)
-        return EagerCall(label, reason)
-
-    def _compiled_graph(
-        self, graphs: list[CompiledGraph], module: GraphModule, names: InputNames, *, half: str = ""
-    ) -> CompiledGraph:
-        """A compiled graph of the model, which is appended to a list."""
-        compiled = CompiledGraph(module, names, self.name, self._context, half=half)
-        graphs.append(compiled)
-        return compiled
+        known = (entry.compiled for entry in entries if isinstance(entry, CapturedCall) and entry.compiled)
+        return new_entry(self.model, self._context, label, args, kwargs, known)
 
     def _refusal(self, reason: str, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """A reason not to compile, with advice: the guard that fails in each call, or what to do about the shapes."""
@@ -569,8 +494,6 @@ def _chosen(report: Report) -> tuple[int, ...]:
 
 
 _FULL = "it has been captured as often as max_signatures allows for inputs of this kind"
-
-_LAZY = "it has parameters that its first call makes"
 
 _SIZES = "pad them to a few sizes with dynamic= (see autostream.Bucket), or raise max_signatures"
 

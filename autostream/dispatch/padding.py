@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autostream.dispatch.dispatcher import Dispatcher, Entry
+from autostream.dispatch.dispatcher import Dispatcher
+from autostream.dispatch.entries import Entry
 from autostream.dispatch.paranoid import difference
 from autostream.errors import TraceError, first_line
 from autostream.frontend.buckets import (

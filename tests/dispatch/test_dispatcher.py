@@ -75,9 +75,7 @@ def test_max_signatures_limits_what_is_compiled(caplog: pytest.LogCaptureFixture
 def test_a_number_is_captured_after_a_thousand_calls_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: where as many others as allowed were captured before, it ran eagerly for ever."""
     captures: list[object] = []
-    monkeypatch.setattr(
-        "autostream.dispatch.dispatcher.capture", lambda *call: (captures.append(call), capture(*call))[1]
-    )
+    monkeypatch.setattr("autostream.dispatch.entries.capture", lambda *call: (captures.append(call), capture(*call))[1])
     model = Model(by_number, scale=0.0)
     dispatch = dispatcher(model, max_signatures=2)
     for scale in (1.0, 2.0, 1.0, 2.0, 3.0):
@@ -120,7 +118,7 @@ def branches(s: Model, x: Tensor) -> Tensor:
 @pytest.fixture(params=["whole", "with a graph break", "plain"])
 def picky(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     if request.param == "plain":
-        monkeypatch.setattr("autostream.dispatch.dispatcher.names_of", lambda *args: 1 / 0)  # a fault of ours
+        monkeypatch.setattr("autostream.dispatch.entries.names_of", lambda *args: 1 / 0)  # a fault of ours
     layer = nn.Linear(4, 4)
     return layer if request.param == "whole" else Model(branches, layer=layer)
 

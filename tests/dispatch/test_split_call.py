@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autostream
+from autostream.dispatch import entries
 from autostream.dispatch.compiled_graph import CompiledGraph
 from autostream.frontend.graph_breaks import with_breaks
 from tests.data_branches import DYNAMO_WARNS, Branching, same_gradients, trained
@@ -118,7 +119,7 @@ def test_a_model_that_dynamo_fails_at_runs_eagerly() -> None:
 @torch.no_grad()
 def test_a_graph_that_cannot_be_scheduled_does_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph before the break has run when the one behind it fails."""
-    made = autostream.dispatch.dispatcher.Dispatcher._compiled_graph
+    made = entries._compiled_graph
     graphs: list[int] = []
 
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -127,7 +128,7 @@ def test_a_graph_that_cannot_be_scheduled_does_nothing_twice(monkeypatch: pytest
             raise RuntimeError("no schedule for you")
         return made(*args, **kwargs)
 
-    monkeypatch.setattr(autostream.dispatch.dispatcher.Dispatcher, "_compiled_graph", make)
+    monkeypatch.setattr(entries, "_compiled_graph", make)
 
     def counts(s: Model, x: Tensor) -> Tensor:
         x.add_(1)

@@ -1,0 +1,144 @@
+"""What runs the calls of one signature, made from the first of them.
+
+    call ──capture──▶ one graph ──▶ CapturedCall, with a backward if gradients are recorded
+              ├── graph breaks ──▶ SplitCall: torch.compile, each graph a CompiledGraph
+              └── no graph at all ──▶ EagerCall: the model itself
+
+The dispatcher keeps these entries, and says which one runs a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn.parameter import is_lazy
+
+from autostream.dispatch.captured_call import CapturedCall
+from autostream.dispatch.compiled_graph import CompiledGraph, InputNames
+from autostream.dispatch.requirements import check_requirements
+from autostream.dispatch.scheduled_program import ModelContext
+from autostream.dispatch.split_call import SplitCall
+from autostream.errors import FastPathError, OptionError, TargetError, TraceError, first_line
+from autostream.frontend.aten import drop_weak_references, mode_of
+from autostream.frontend.autograd import differentiable
+from autostream.frontend.capture import capture
+from autostream.frontend.eager_only import unusual_model
+from autostream.frontend.inputs import names_of
+from autostream.frontend.modules import name_of
+from autostream.ir import Decision
+from autostream.pipeline import versions
+from autostream.reporting.report import Report
+from autostream.utils.logs import Log
+
+log = Log(__name__)
+
+
+class EagerCall:
+    """Calls that run eagerly because nothing else works for them.
+
+    Args:
+        label: describes the calls in reports.
+        reason: why they run eagerly.
+    """
+
+    def __init__(self, label: str, reason: str) -> None:
+        self.label, self.reason = label, reason
+
+    def reports(self, model: str) -> tuple[Report, ...]:
+        """One report, with the reason."""
+        refusal = Decision("", "plain", self.reason)
+        return (Report(model, self.label, "plain", refusals=(refusal,), versions=versions()),)
+
+
+Entry = CapturedCall | SplitCall | EagerCall
+
+
+def new_entry(
+    model: nn.Module,
+    context: ModelContext,
+    label: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    known: Iterable[CompiledGraph],
+) -> Entry | str:
+    """Capture a call; or the reason why it has to be a later one.
+
+    Args:
+        model: the module that is called.
+        context: of the model.
+        label: describes such calls in reports.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        known: compiled graphs of the model. The same graph under other guards, such as those of inference mode, is one.
+
+    Raises:
+        OptionError: the options require what these tensors do not allow.
+        TargetError: the model cannot be called so.
+        TraceError: with ``strict=True``, the model cannot be captured.
+    """
+    options = context.options
+    tensors = (*model.parameters(), *model.buffers(), *args)
+    check_requirements(options, [tensor for tensor in tensors if isinstance(tensor, Tensor)])
+    if any(map(is_lazy, model.parameters())):
+        return _LAZY
+    if reason := unusual_model(model):
+        return _refused(model, context, label, TraceError(reason))
+    compiled_graph = partial(_compiled_graph, model, context)
+    try:
+        captured = capture(model, args, kwargs)
+    except TraceError as error:
+        if options.strict or isinstance(error, FastPathError):
+            return _refused(model, context, label, error)
+        log.warning("%s: %s; splitting it at graph breaks", name_of(model), str(error))  # records outlive the error
+        return SplitCall(model, label, str(error), compiled_graph)
+    except Exception as error:
+        return _refused(model, context, label, error)
+    if captured is None:
+        return EagerCall(label, "it computes nothing with tensors")
+    try:
+        names = names_of(captured, model)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in captured.tensors):
+            halves: list[CompiledGraph] = []
+            run = differentiable(captured.module, captured.tensors, names, partial(compiled_graph, halves))
+            return CapturedCall(captured, run, label, halves=halves)
+        same = (graph for graph in known if graph.is_of(captured.module, names))
+        compiled = next(same, None) or compiled_graph([], captured.module, names)
+        signature = compiled.signature(captured.tensors, admitted=True)
+    except Exception as error:
+        return _refused(model, context, label, error)
+    finally:
+        drop_weak_references(mode_of(captured.module))
+    if signature is None:
+        return EagerCall(label, compiled.refusal)
+    return CapturedCall(captured, compiled, label, signature)
+
+
+def _refused(model: nn.Module, context: ModelContext, label: str, error: Exception) -> EagerCall:
+    if context.options.strict or isinstance(error, OptionError | TargetError):
+        raise error
+    reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
+    log.warning("%s runs plainly: %s", name_of(model), reason)
+    return EagerCall(label, reason)
+
+
+def _compiled_graph(
+    model: nn.Module,
+    context: ModelContext,
+    graphs: list[CompiledGraph],
+    module: GraphModule,
+    names: InputNames,
+    *,
+    half: str = "",
+) -> CompiledGraph:
+    """A compiled graph of the model, which is appended to a list."""
+    compiled = CompiledGraph(module, names, name_of(model), context, half=half)
+    graphs.append(compiled)
+    return compiled
+
+
+_LAZY = "it has parameters that its first call makes"
