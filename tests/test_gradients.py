@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.convert_frame import register_bytecode_hook
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -860,3 +861,22 @@ def test_a_backward_of_a_loss_that_was_computed_before_reaches_the_weights(where
         found = linear.weight.grad
         (expected,) = torch.autograd.grad(linear(x).square().mean(), [linear.weight])
         torch.testing.assert_close(found, expected)
+
+
+def test_dynamo_compiles_nothing_of_what_a_backward_behind_a_graph_break_runs() -> None:
+    """It would compile 800 frames of autostream's own, in seconds, and go through them in each later call."""
+
+    def update(linear: nn.Linear, x: Tensor) -> Tensor:
+        loss = linear(x).square().mean()
+        torch._dynamo.graph_break()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return x * 2
+
+    fast, files = autostream.optimize(update, policy="critical_path", streams=2), set[str]()
+    handle = register_bytecode_hook(lambda code, new: files.add(code.co_filename))
+    try:
+        fast(nn.Linear(4, 1), torch.ones(3, 4))
+    finally:
+        handle.remove()
+    assert __file__ in files
+    assert not [name for name in files if "/autostream/dispatch/" in name or "/autostream/tuning/" in name]

@@ -1,43 +1,39 @@
-"""The example of a split model, which ``torch.distributed.pipelining`` runs in processes of their own, over gloo."""
+"""The example of a split model, which ``torch.distributed.pipelining`` runs in two processes, over gloo."""
 
 from __future__ import annotations
 
+import io
 import os
 import re
-import signal
-import subprocess
-import sys
+import runpy
+from contextlib import redirect_stdout
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+import torch.distributed as dist
 
-LIMIT_S = 120
+from tests.distributed.processes import outcomes
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "pipeline.py"
 
 
-def torchrun(processes: int, script: str, *args: str) -> str:
-    """What the processes print; they are ended if they take too long."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, *launcher, str(ROOT / script), *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    ) as started:
-        try:
-            printed, _ = started.communicate(timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(started.pid, signal.SIGKILL)
-            raise
-    assert started.returncode == 0, printed
-    return printed
+def example(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Run it as ``torchrun`` would."""
+    port = [0]
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = [store.port]
+    dist.broadcast_object_list(port, group=group)
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port[0]), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+    with redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    if rank == processes - 1:
+        text = printed.getvalue()
+        assert re.search(r"^A step by 1F1B takes [\d,.]+ µs\.", text, re.MULTILINE), text
+        assert re.search(r"^measured  [\d,.]+ µs, loss \d\.\d{4}$", text, re.MULTILINE), text
 
 
 def test_the_example_prints_the_predicted_and_the_measured_time_of_a_step() -> None:
-    example = "examples/pipeline.py"
-    assert f"torchrun --nproc-per-node 2 {example}" in (ROOT / example).read_text()
-    printed = torchrun(2, example)
-    assert re.search(r"^A step by 1F1B takes [\d,.]+ µs\.", printed, re.MULTILINE)
-    assert re.search(r"^measured  [\d,.]+ µs, loss \d\.\d{4}$", printed, re.MULTILINE)
+    assert "torchrun --nproc-per-node 2 examples/pipeline.py" in EXAMPLE.read_text()
+    assert outcomes({"example": example}, 2) == {"example": ["", ""]}

@@ -264,7 +264,8 @@ class _Halves:
                 return lazy.get(inputs, frozenset(shared))(*inputs)
 
         lazy = _Lazy(lambda values, shared: self._make(module, self._names(values, shared), half="backward"))
-        return _boxed(run)
+        # Behind a graph break, the user's code runs the backward, where Dynamo would compile what is called in it.
+        return torch.compiler.disable(_boxed(run))
 
     def _names(self, values: Sequence[Any], shared: frozenset[int] = frozenset()) -> list[tuple[Role, str]]:
         """Roles and names of inputs: activations in the forward's memory are static inputs, as weights are."""
