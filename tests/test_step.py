@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import autostream
-from autostream import MismatchError, OptionError, TargetError, TraceError
+from autostream import MismatchError, OptionError, TargetError
 
 Update = Callable[..., Any]
 Made = tuple[Update, Sequence[Optimizer], nn.Module]
@@ -565,38 +565,6 @@ def test_a_bound_method_is_scheduled_and_a_method_of_a_class_is_refused() -> Non
     Trainer.update = autostream.step(optimizers=[trainer.sgd])(Trainer.update)  # type: ignore[method-assign, assignment]
     with pytest.raises(TargetError, match=r"write self\.update = autostream\.step"):
         trainer.update(torch.ones(2))
-
-
-@pytest.mark.parametrize("how", ["branch", "print", "unknown optimizer"])
-def test_what_no_graph_does_runs_as_written_with_the_reason(how: str, caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(3, 1)
-    optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
-
-    def update(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        if how == "branch" and loss > 0:
-            optimizer.step()
-        if how == "print":
-            print(loss.item())
-        if how == "unknown optimizer":
-            other.step()
-        return loss
-
-    step = autostream.step(optimizers=[optimizer])(update)
-    reference = copy.deepcopy(model)
-    x = torch.ones(2, 3)
-    with caplog.at_level(logging.WARNING, "autostream"):
-        results = [step(x) for _ in range(2)]
-    torch.testing.assert_close(results[0], reference(x).square().mean().detach())
-    (report,) = step.reports
-    assert (report.mode, len(report.refusals)) == ("plain", 1)
-    assert "test_step.py" in report.refusals[0].reason
-    assert len([record for record in caplog.records if record.name.startswith("autostream")]) == 1
-    strict = autostream.step(optimizers=[optimizer], strict=True)(update)
-    strict(x)
-    with pytest.raises(TraceError):
-        strict(x)
 
 
 def test_an_error_of_the_step_is_the_users_and_leaves_its_optimizer_as_it_was() -> None:
