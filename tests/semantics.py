@@ -29,6 +29,11 @@ GRAD_MODES = (torch.no_grad, torch.no_grad, torch.inference_mode)
 """Modes of successive calls: the first call captures, the second repeats it, the third is in another mode."""
 
 
+def t(*shape: int, seed: int = 0) -> Tensor:
+    """Random numbers, the same each time."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1 + sum(shape) + seed))
+
+
 class Viewed(nn.Module):
     """Views a buffer before a graph break, and writes to the buffer after it, which the view shows."""
 

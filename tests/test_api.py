@@ -22,14 +22,10 @@ import autostream
 from autostream.dispatch.admission import HITS_PER_COMPILATION
 from autostream.errors import OptionError, TargetError, TraceError
 from autostream.explaining import reports_of
-from tests.semantics import CONFIGURATIONS, Beside, Model, force_streams, same
+from tests.semantics import CONFIGURATIONS, Beside, Model, force_streams, same, t
 from tests.threads import in_threads
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-def t(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1 + sum(shape)))
 
 
 class Net(nn.Module):

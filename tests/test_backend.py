@@ -17,7 +17,7 @@ from autostream.dispatch.compiled_graph import CompiledSignature
 from autostream.errors import MismatchError, OptionError
 from autostream.explaining import reports_of
 from tests.data_branches import DYNAMO_WARNS, Branching, same_gradients, trained
-from tests.semantics import CONFIGURATIONS, Model, force_streams, same
+from tests.semantics import CONFIGURATIONS, Model, force_streams, same, t
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -33,10 +33,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[BackendGraph]:
 
     monkeypatch.setattr("autostream.backend.BackendGraph", make)
     return graphs
-
-
-def t(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 class Net(nn.Module):

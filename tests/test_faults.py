@@ -34,17 +34,13 @@ from tests.faults import (
     risky,
     strike,
 )
-from tests.semantics import CONFIGURATIONS, Model, force_streams, let_policy_assign, same, scattered
+from tests.semantics import CONFIGURATIONS, Model, force_streams, let_policy_assign, same, scattered, t
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 OTHERS = [lambda: MemoryError("no memory"), lambda: RuntimeError("no way"), KeyboardInterrupt]
 MakeFault = Callable[[], BaseException]
-
-
-def t(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1 + sum(shape)))
 
 
 @pytest.fixture(autouse=True)

@@ -14,13 +14,9 @@ from torch import Tensor, fx, nn
 import autostream
 from autostream.errors import OptionError, TargetError
 from autostream.explaining import reports_of
-from tests.semantics import same
+from tests.semantics import same, t
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-def t(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1 + sum(shape)))
 
 
 class Net(nn.Module):

@@ -21,13 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import autostream
 from autostream.reporting.parts import captured_share
-from tests.semantics import CONFIGURATIONS, GRAD_MODES, Beside, Model, check_same, force_streams, same
+from tests.semantics import CONFIGURATIONS, GRAD_MODES, Beside, Model, check_same, force_streams, same, t
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-def t(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1 + sum(shape)))
 
 
 @dataclass

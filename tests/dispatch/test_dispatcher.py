@@ -16,13 +16,9 @@ from autostream.errors import TargetError, TraceError
 from autostream.frontend.capture import capture
 from autostream.options import Options
 from autostream.utils.locks import preparing
-from tests.semantics import CONFIGURATIONS, Model, same
+from tests.semantics import CONFIGURATIONS, Model, same, t
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-def t(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1 + sum(shape)))
 
 
 def dispatcher(model: nn.Module, **options: Any) -> Dispatcher:

@@ -25,11 +25,7 @@ from autostream.reporting.text import render
 from autostream.utils.stopwatch import Stopwatch
 from tests.cuts import REFUSED, let_be_cut, let_be_placed, moved, over_devices, placed
 from tests.random_modules import CALL_SEQUENCES, RandomModule, check, random_modules
-from tests.semantics import Model, check_same, same
-
-
-def t(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.semantics import Model, check_same, same, t
 
 
 def nothing(op: Op) -> bool:

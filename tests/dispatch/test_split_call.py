@@ -20,14 +20,10 @@ from autostream.dispatch import entries
 from autostream.dispatch.compiled_graph import CompiledGraph
 from autostream.frontend.graph_breaks import with_breaks
 from tests.data_branches import DYNAMO_WARNS, Branching, same_gradients, trained
-from tests.semantics import Model, same
+from tests.semantics import Model, same, t
 from tests.threads import in_threads
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-def t(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape) + seed))
 
 
 class Broken(nn.Module):

@@ -15,10 +15,7 @@ from autostream.runtime.cuda_graph import CapturedGraph, GraphPool, GraphPools
 from autostream.tuning.recapture import captured_into_pool
 from autostream.tuning.select import Selection
 from autostream.tuning.tune import Tuned
-
-
-def t(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+from tests.semantics import t
 
 
 class Pool(GraphPool):
