@@ -265,7 +265,8 @@ class _Halves:
 
         lazy = _Lazy(lambda values, shared: self._make(module, self._names(values, shared), half="backward"))
         # Behind a graph break, the user's code runs the backward, where Dynamo would compile what is called in it.
-        return torch.compiler.disable(_boxed(run))
+        disabled: Callable[..., Any] = torch.compiler.disable(_boxed(run))  # type: ignore[no-untyped-call]
+        return disabled
 
     def _names(self, values: Sequence[Any], shared: frozenset[int] = frozenset()) -> list[tuple[Role, str]]:
         """Roles and names of inputs: activations in the forward's memory are static inputs, as weights are."""
