@@ -40,7 +40,8 @@ class Options:
     Attributes:
         streams: the number of streams, including the caller's; ``"auto"`` tries several numbers.
         policy: ``"auto"`` tries all policies; ``"sequential"``, ``"critical_path"``, ``"path_cover"`` or ``"search"``
-            selects one. ``sequential`` is always a candidate, so that no call becomes slower.
+            selects one. ``sequential`` is always a candidate, so that no call becomes slower; on a CPU and with
+            ``"auto"``, so is the model itself.
         costs: ``"measured"`` times each op on the device, ``"roofline"`` estimates its time from FLOPs and bytes,
             ``"auto"`` measures on a GPU.
         cuda_graph: ``"auto"`` captures a CUDA graph on a GPU where possible; ``True`` does too, and is refused for a

@@ -74,6 +74,14 @@ def _short_rounds() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _schedules_run() -> Iterator[None]:
+    """On a CPU the clock decides between a schedule and the model itself; most tests are of schedules."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autostream.dispatch.dispatcher.is_contested", lambda options, report: False)
+        yield
+
+
 _FALL_BACK = Dispatcher._fall_back
 
 

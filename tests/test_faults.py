@@ -296,7 +296,7 @@ def test_a_process_that_is_forked_while_others_prepare_and_call() -> None:
 
         torch.set_num_threads(1)
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
-        fast = autostream.optimize(model, torch.ones(2, 4))
+        fast = autostream.optimize(model, torch.ones(2, 4), policy="sequential")
         learning = autostream.optimize(model, policy="critical_path")
         learn()
         prepares, forks, calls, ended, prepared = *(threading.Event() for _ in range(4)), []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from operator import is_
@@ -18,9 +19,11 @@ from autostream.frontend.capture import Capture, Input
 from autostream.frontend.guards import GUARDS_SKIP_WEIGHTS
 from autostream.frontend.inputs import aliases_of
 from autostream.frontend.tree import Structure, flatten, objects_in, same, shares_containers
+from autostream.ir import Decision
 from autostream.reporting.report import Report
 from autostream.runtime.layouts import SameMetadata
 from autostream.runtime.partial_call import PartialCall
+from autostream.runtime.restore import Restore
 
 
 class CapturedCall:
@@ -37,7 +40,10 @@ class CapturedCall:
         captured: the graph and its guards, without the tensors that it was captured with.
         guards: whether it may run a call.
         label: describes the calls in reports.
+        beside_model: why it runs calls, and not the model itself, once that was compared.
     """
+
+    beside_model: Decision | None = None
 
     def __init__(
         self,
@@ -79,12 +85,35 @@ class CapturedCall:
 
     def reports(self, model: str) -> tuple[Report, ...]:
         """The reports of its schedules."""
+        notes = (self.beside_model,) if self.beside_model else ()
         if self.compiled is not None:
             signatures = self.compiled.signatures
             current = [each for each in signatures if each is self._ready] or signatures  # it may have been dropped
-            reports = tuple(replace(each.report, signature=self.label) for each in current)
+            reports = tuple(
+                replace(report, signature=self.label, refusals=(*notes, *report.refusals))
+                for report in (each.report for each in current)
+            )
             return (*reports, *self.compiled.refused)
         return (replace(report_of_halves(model, self._halves), signature=self.label),)
+
+    def undone(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AbstractContextManager[Restore] | None:
+        """Restores what more runs of a call write; ``None`` if they would be seen all the same.
+
+        Args:
+            model: the live model.
+            args: the positional arguments of a call that it has run.
+            kwargs: the keyword arguments.
+        """
+        captured, compiled = self.captured, self.compiled
+        if captured.effects or captured.kept or compiled is None or not self.guards(model, args, kwargs):
+            return None  # where a run makes a guard fail, the next one would do something else
+        values = captured.graph_inputs(model, args, kwargs)
+        signature = compiled.signature(values)
+        if signature is None or signature.scheduled is None:
+            return None
+        return signature.scheduled.undone(signature.arguments(values))
 
     def count_replays(self, calls: int) -> None:
         """Count calls that ran on the fast path."""

@@ -30,7 +30,8 @@ from torch.fx import GraphModule
 from autostream.dispatch.admission import Admission
 from autostream.dispatch.captured_call import CapturedCall
 from autostream.dispatch.compiled_graph import eager_reason
-from autostream.dispatch.entries import EagerCall, Entry, new_entry
+from autostream.dispatch.eager_call import EagerCall, EagerReplay
+from autostream.dispatch.entries import Entry, new_entry
 from autostream.dispatch.optimized_callable import OptimizedCallable
 from autostream.dispatch.paranoid import compared
 from autostream.dispatch.replay import GuardFailed, Replay
@@ -57,6 +58,7 @@ from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.runtime.cuda_graph import GraphPools
 from autostream.runtime.input_buffers import BufferTable
+from autostream.tuning.beside_model import beside_model, is_contested, without_trial
 from autostream.utils.locks import preparing
 from autostream.utils.logs import Log
 
@@ -75,9 +77,9 @@ class _CachedReplay:
         calls: how many it has run since they were last counted.
     """
 
-    replay: Replay
+    replay: Replay | EagerReplay
     key: Hashable
-    entry: CapturedCall
+    entry: CapturedCall | EagerCall
     state: frozenset[int]
     calls: int = 0
 
@@ -282,20 +284,29 @@ class Dispatcher(OptimizedCallable):
         key, label = self._key(args, kwargs)
         entry: Entry | str | None = self._find(key, args, kwargs, excluded)
         if entry is None:
-            reason = eager_reason(self.options, chain(args, self.model.parameters()))
-            entry = reason or self._compile(key, label, args, kwargs, excluded=excluded)
+            if reason := eager_reason(self.options, chain(args, self.model.parameters())):
+                value = self._run_eagerly(reason, args, kwargs)
+                self._keep_eager(key, EagerCall(label, reason), args, kwargs)
+                return value
+            entry = self._compile(key, label, args, kwargs, excluded=excluded)
         if isinstance(entry, str):
             return self._run_eagerly(entry, args, kwargs)
         if isinstance(entry, EagerCall | SplitCall):
             try:
-                return entry(*args, **kwargs) if isinstance(entry, SplitCall) else self.model(*args, **kwargs)
+                value = entry(*args, **kwargs) if isinstance(entry, SplitCall) else self.model(*args, **kwargs)
             except Exception:
                 if isinstance(entry, EagerCall):
-                    self._drop(key, entry)  # the capture may have failed for the same reason
+                    if not entry.is_choice:
+                        self._drop(key, entry)  # the capture may have failed for the same reason
                 elif not entry.has_returned:
                     self._drop(key, entry)
                     self._note(entry.reason)
                 raise
+            if isinstance(entry, SplitCall):
+                self._contest(key, entry, None, args, kwargs)
+            else:
+                self._keep_eager(key, entry, args, kwargs)
+            return value
         try:
             if self._paranoid:
                 tensors, _ = flatten((args, kwargs))
@@ -310,13 +321,73 @@ class Dispatcher(OptimizedCallable):
             return self._fall_back(key, entry, first_line(error), args, kwargs)
         guarded = self.options.guards == "dynamo"
         self._drop_replays(entry)
-        if replay := entry.replay(self.model, args, kwargs, guarded=guarded):
-            entries = self._admission.entries
-            others = [cached for cached in self._replays if cached.entry in entries.get(cached.key, ())]
-            self._replays = (_CachedReplay(replay, key, entry, self._state_ids() & replay.held), *others)
-            for reference in replay.objects:  # a cache takes its tensors along when it goes
-                weakref.finalize(reference(), _let_go, weakref.ref(self), weakref.ref(entry)).atexit = False
+        replay = entry.replay(self.model, args, kwargs, guarded=guarded)
+        if not self._contest(key, entry, replay, args, kwargs) and replay:
+            self._keep_replay(key, entry, replay)
         return value
+
+    def _keep_eager(self, key: Hashable, entry: EagerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let calls like this one, which the model itself has run, take the fast path."""
+        if replay := entry.replay(self.model, args, kwargs):
+            self._drop_replays(entry)
+            eager = [cached for cached in self._replays if isinstance(cached.entry, EagerCall)]
+            for cached in eager[self.options.max_signatures - 1 :]:
+                self._drop_replays(cached.entry)
+            self._replays = (_CachedReplay(replay, key, entry, frozenset()), *self._replays)
+
+    def _keep_replay(self, key: Hashable, entry: CapturedCall, replay: Replay) -> None:
+        """Let calls like the latest one of an entry take the fast path."""
+        entries = self._admission.entries
+        others = [
+            cached
+            for cached in self._replays
+            if isinstance(cached.entry, EagerCall) or cached.entry in entries.get(cached.key, ())
+        ]
+        self._replays = (_CachedReplay(replay, key, entry, self._state_ids() & replay.held), *others)
+        for reference in replay.objects:  # a cache takes its tensors along when it goes
+            weakref.finalize(reference(), _let_go, weakref.ref(self), weakref.ref(entry)).atexit = False
+
+    def _contest(
+        self,
+        key: Hashable,
+        entry: CapturedCall | SplitCall,
+        replay: Replay | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> bool:
+        """On a CPU, after the first call of an entry: whether the model itself takes its place, as that is faster."""
+        if entry.beside_model is not None:
+            return False
+        report = entry.reports(self.name)[0]
+        if not is_contested(self.options, report):
+            return False
+        trial = entry.undone(self.model, args, kwargs) if isinstance(entry, CapturedCall) else None
+        if trial is None:
+            decision = without_trial(report)
+        else:
+            again = partial(self._run_again, entry, replay, args, kwargs)
+            with preparing, trial as restore:
+                decision = beside_model(partial(self.model, *args, **kwargs), again, restore)
+        entry.beside_model = decision
+        if decision.choice != "plain":
+            return False
+        with self._lock:
+            chosen = EagerCall(entry.label, decision.reason, report)
+            entries = self._admission.entries
+            entries[key] = [chosen if other is entry else other for other in entries.get(key, [])]
+        self._drop_replays(entry)
+        self._keep_eager(key, chosen, args, kwargs)
+        return True
+
+    def _run_again(self, entry: Any, replay: Replay | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run a call once more as an entry would, on the fast path or on the slow one."""
+        tensors = replay.fits(args, kwargs) if replay else None
+        if replay and tensors is not None:
+            replay(tensors, args, kwargs)
+            return
+        self._key(args, kwargs)
+        entry.guards(self.model, args, kwargs)
+        entry(self.model, args, kwargs)
 
     def _count_replays(self) -> None:
         """Count the calls on the fast path since the last count as cache hits."""

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from autostream.dispatch.captured_call import CapturedCall
 from autostream.dispatch.compiled_graph import CompiledGraph, InputNames
+from autostream.dispatch.eager_call import EagerCall
 from autostream.dispatch.requirements import check_requirements
 from autostream.dispatch.scheduled_program import ModelContext
 from autostream.dispatch.split_call import SplitCall
@@ -30,29 +31,9 @@ from autostream.frontend.capture import capture
 from autostream.frontend.eager_only import unusual_model
 from autostream.frontend.inputs import names_of
 from autostream.frontend.modules import name_of
-from autostream.ir import Decision
-from autostream.pipeline import versions
-from autostream.reporting.report import Report
 from autostream.utils.logs import Log
 
 log = Log(__name__)
-
-
-class EagerCall:
-    """Calls that run eagerly because nothing else works for them.
-
-    Args:
-        label: describes the calls in reports.
-        reason: why they run eagerly.
-    """
-
-    def __init__(self, label: str, reason: str) -> None:
-        self.label, self.reason = label, reason
-
-    def reports(self, model: str) -> tuple[Report, ...]:
-        """One report, with the reason."""
-        refusal = Decision("", "plain", self.reason)
-        return (Report(model, self.label, "plain", refusals=(refusal,), versions=versions()),)
 
 
 Entry = CapturedCall | SplitCall | EagerCall

@@ -28,7 +28,54 @@ class GuardFailed(Exception):  # noqa: N818 - a notice between modules, not an e
     """A guard fails for this call. Its outputs were dropped, and it had no side effects."""
 
 
-class Replay:
+class LikeCalls:
+    """Calls whose inputs have the same structure, metadata and modes as those of an earlier one.
+
+    Args:
+        call: the structure of ``(args, kwargs)``.
+        tensors: the tensors in them.
+        holds: a check of objects among ``(args, kwargs)``; ``None`` without such.
+        written: tensors that a call writes besides; none of its inputs may share memory with them.
+    """
+
+    def __init__(
+        self,
+        call: Structure,
+        tensors: Sequence[Tensor],
+        holds: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None,
+        written: Sequence[Tensor] | None = None,
+    ) -> None:
+        self._call, self._holds = call, holds
+        args, kwargs = call.children or ()
+        self._flat = all(child is TENSOR for child in args.children or ()) and not kwargs.children
+        self._alike = metadata_check(tensors)
+        self._one = len(tensors) == 1 and written is None
+        self._storages = frozenset(map(storage_of, written or ()))
+        self._recorded = torch.is_grad_enabled()
+
+    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
+        """The tensors of a call if it is such a call; else ``None``."""
+        if self._flat:
+            tensors: Sequence[Tensor] | None = None if kwargs else args
+        else:
+            tensors = tensors_like(self._call, (args, kwargs))
+        alike = (
+            tensors is not None
+            and self._alike(tensors)
+            and torch.is_grad_enabled() is self._recorded
+            and not unusual_call()
+            and (self._one or self._apart(tensors))
+            and (self._holds is None or self._holds(args, kwargs))
+        )
+        return tensors if alike else None
+
+    def _apart(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether no two tensors share memory, and none with those that a call writes."""
+        storages = set(map(storage_of, tensors))
+        return len(storages) == len(tensors) and self._storages.isdisjoint(storages)
+
+
+class Replay(LikeCalls):
     """Runs calls whose inputs have the same metadata as those of an earlier call.
 
     Args:
@@ -64,19 +111,13 @@ class Replay:
         guards_first: bool,
         writes: bool,
     ) -> None:
-        self._launch, self._call = launch, call
-        self._held = list(held)
+        super().__init__(call, tensors, holds, held if writes else None)
+        self._launch, self._held = launch, list(held)
         self._unmoved = Layouts(held, whole=GUARDS_SKIP_WEIGHTS).unchanged
-        args, kwargs = call.children or ()
-        self._flat = all(child is TENSOR for child in args.children or ()) and not kwargs.children
-        self._alike = metadata_check(tensors)
-        self._one = len(tensors) == 1 and not writes
-        self._storages = frozenset(map(storage_of, held)) if writes else frozenset()
         self._structure, self._sources = returned
         self._single = self._structure is TENSOR and list(self._sources) == [0]
-        self._guards, self._guards_first, self._holds = guards, guards_first or guards is None, holds
+        self._guards, self._guards_first = guards, guards_first or guards is None
         self._stores = list(stores)
-        self._recorded = torch.is_grad_enabled()
         self._same_numerics = watch_unguarded()
         self.repeatable = not writes
         self.held = frozenset(map(id, held))
@@ -90,22 +131,6 @@ class Replay:
     def check_guards_first(self) -> None:
         """Check the guards before each replay from now on, as they have failed after one."""
         self._guards_first = True
-
-    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
-        """The tensors of a call if its inputs have the same structure, metadata and modes; else ``None``."""
-        if self._flat:
-            tensors: Sequence[Tensor] | None = None if kwargs else args
-        else:
-            tensors = tensors_like(self._call, (args, kwargs))
-        alike = (
-            tensors is not None
-            and self._alike(tensors)
-            and torch.is_grad_enabled() is self._recorded
-            and not unusual_call()
-            and (self._one or self._apart(tensors))
-            and (self._holds is None or self._holds(args, kwargs))
-        )
-        return tensors if alike else None
 
     def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replay the graph and return what the model returns.
@@ -128,8 +153,3 @@ class Replay:
     def _guards_hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         guards = self._guards
         return guards is None or (self._same_numerics() and guards(args, kwargs) and bool(self._unmoved()))
-
-    def _apart(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether no two tensors share memory, and none with the model's tensors if the program writes."""
-        storages = set(map(storage_of, tensors))
-        return len(storages) == len(tensors) and self._storages.isdisjoint(storages)

@@ -7,6 +7,7 @@ program ──▶ tune ──▶ memory pool ──▶ graphs by address ──�
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,6 +27,7 @@ from autostream.runtime.graphs_by_address import BoundGraph, GraphsByAddress
 from autostream.runtime.input_buffers import BufferTable
 from autostream.runtime.lower import lower
 from autostream.runtime.measured_timeline import Unmatched, measure_timeline
+from autostream.runtime.restore import Restore, undone
 from autostream.runtime.runs import without_autocast
 from autostream.runtime.static_inputs import Output
 from autostream.runtime.writes import Frozen, Writes
@@ -188,6 +190,10 @@ class ScheduledProgram:
         """The schedule that was chosen, and why."""
         report = self._report()
         return replace(report, refusals=(*report.refusals, *self._copies.refusals))
+
+    def undone(self, arguments: Sequence[Tensor]) -> AbstractContextManager[Restore]:
+        """Restore what runs inside write of these arguments, and the random generators (:func:`undone`)."""
+        return undone(arguments, written(self.program, self._graph), self.program.devices)
 
     def lowered(self) -> GraphModule:
         """The graph that runs, or that was captured."""

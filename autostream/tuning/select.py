@@ -334,8 +334,22 @@ def interleaved(
     return [median(times) for times in zip(*rounds, strict=True)]
 
 
+def call_timer(call: Callable[[], object], restore: Restore) -> Callable[[], float]:
+    """A function that makes a call on the CPU several times, and returns the µs of one.
+
+    Args:
+        call: the call.
+        restore: restores what it writes.
+    """
+    return _timer(call, (), "cpu", restore)
+
+
 def _timer(
-    execution: Execution, tensors: Sequence[Tensor], device: str, restore: Restore, peers: Peers = ALONE
+    execution: Execution | Callable[[], object],
+    tensors: Sequence[Tensor],
+    device: str,
+    restore: Restore,
+    peers: Peers = ALONE,
 ) -> Callable[[], float]:
     """A function that runs an execution several times, as often as the peers do, and returns the µs of one run.
 
