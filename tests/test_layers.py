@@ -141,6 +141,7 @@ ONLY_IN = [
             "frontend.aten",
             "frontend.attention_fast_path",
             "frontend.attention_masks",
+            "frontend.counters",
             "frontend.dropouts",
             "frontend.steps",
             "dispatch.children",
@@ -157,12 +158,12 @@ ONLY_IN = [
         r"\bfx\.Graph\(|\.GraphModule\(",
         {
             *("dispatch.compiled_graph", "runtime.cutting", "runtime.lower", "dispatch.children"),
-            *("fusion.collectives", "fusion.kernel_json"),
+            *("frontend.counters", "fusion.collectives", "fusion.kernel_json"),
         },
     ),
     (
         r"\.(create_node|node_copy)\(",
-        {"dispatch.compiled_graph", "fusion.collectives", "runtime.cutting", "runtime.lower"},
+        {"dispatch.compiled_graph", "frontend.counters", "fusion.collectives", "runtime.cutting", "runtime.lower"},
     ),
     # a stream that others are handed as well must not be captured
     (r"torch\.cuda\.(Stream\(|ExternalStream\()", {"runtime.streams"}),

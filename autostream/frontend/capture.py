@@ -15,6 +15,7 @@ from __future__ import annotations
 import builtins
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from dis import get_instructions
 from types import CodeType, FunctionType
@@ -26,6 +27,7 @@ from torch import Tensor, fx
 from autostream.errors import FastPathError, TraceError, first_line
 from autostream.frontend.attention_fast_path import use_attention_fast_path
 from autostream.frontend.attention_masks import simplify_masks
+from autostream.frontend.counters import apart, counters_in, dynamic, guarded_among
 from autostream.frontend.distributions import arguments_not_checked, is_default_of_checks
 from autostream.frontend.dropouts import drop_idle_dropouts
 from autostream.frontend.dynamo import compiling, errors_not_logged, timed
@@ -152,6 +154,7 @@ def capture(
     unguarded: Callable[[object, str], bool] | None = None,
     *,
     differentiates: bool = True,
+    counters: Sequence[str] = (),
 ) -> Capture | None:
     """Trace a call, in the modes that are set now. Nothing is computed, and Python's state does not change.
 
@@ -162,6 +165,7 @@ def capture(
         unguarded: of an object and the name of an attribute of it, whether what Dynamo guards there does not count: the
             caller has put it there for the time of the capture.
         differentiates: whether a backward in the call may be a part of the graph.
+        counters: sources of integers that are not guarded by value. Those that the call writes are found by itself.
 
     Returns:
         ``None`` for a call that computes nothing with tensors.
@@ -178,10 +182,10 @@ def capture(
         >>> captured.guards(torch.nn.Linear(2, 3), (torch.ones(1, 2),), {})
         False
     """
-    graphs: list[tuple[fx.GraphModule, Sequence[Any], tuple[Store, ...], bool, bool, list[str], list[Any]]] = []
+    graphs: list[tuple[fx.GraphModule, Sequence[Any], _Effects]] = []
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
-        graphs.append((module, example_inputs, *_side_effects()))
+        graphs.append((module, example_inputs, _side_effects()))
         return module
 
     # Dynamo adds what it imports to the globals of the code that it traces, so each capture has globals of its own.
@@ -193,6 +197,7 @@ def capture(
             timed(),
             errors_not_logged(lambda reason: None),
             arguments_not_checked(),
+            dynamic(counters),
         ):
             random_state = random.getstate()  # Dynamo runs the model's calls of ``random`` while it traces
             try:
@@ -205,20 +210,28 @@ def capture(
                 raise FastPathError(PYTHONS_NUMBERS)
             if not graphs:
                 return None
-            ((module, example_inputs, stores, effects, leaves_gradients, kept_names, sources),) = graphs
+            ((module, example_inputs, effects),) = graphs
             if differentiates and torch.is_grad_enabled() and not any(map(_is_leaf, example_inputs)):
                 # Dynamo traces no backward then, though one of a loss that was computed before reaches leaves.
-                return capture(model, args, kwargs, unguarded, differentiates=False)
+                return capture(model, args, kwargs, unguarded, differentiates=False, counters=counters)
+            if not counters and (found := guarded_among(effects.counters, output)):
+                with suppress(TraceError):  # a tensor depends on one of them
+                    return capture(model, args, kwargs, unguarded, differentiates=differentiates, counters=found)
             values = Values(scope, output.graph_capture_output().f_globals)
             captured = _capture_of(output, function.__code__, scope, values, module, example_inputs, unguarded)
-        stores = tuple((values.at(source), name, value) for source, name, value in stores)
         changed: tuple[tuple[object, str], ...] = ()
         if unguarded is not None:
-            changed = tuple(step for source in sources for step in ((values.at(source), ""), *values.steps_to(source)))
+            changed = tuple(
+                step for source in effects.sources for step in ((values.at(source), ""), *values.steps_to(source))
+            )
         results: Any = module.graph.output_node().args[0]
-        kept = tuple(at for at, result in enumerate(results) if getattr(result, "name", "") in kept_names)
         return replace(
-            captured, stores=stores, effects=effects, leaves_gradients=leaves_gradients, kept=kept, changed=changed
+            captured,
+            stores=tuple((values.at(source), name, value) for source, name, value in effects.stores),
+            effects=effects.others,
+            leaves_gradients=effects.leaves_gradients,
+            kept=tuple(at for at, result in enumerate(results) if getattr(result, "name", "") in effects.kept),
+            changed=changed,
         )
     except (ImportError, AttributeError) as error:  # PyTorch lacks a private interface
         raise TraceError(first_line(error)) from error
@@ -260,13 +273,12 @@ def _capture_of(
     drop_guards(graph_output, values, is_default_of_checks)
     if unguarded is not None:
         drop_guards(graph_output, values, unguarded)
+    numbers = apart(module, example_inputs)
+    example_inputs = [value for value in example_inputs if isinstance(value, Tensor)]
     placeholders = module.graph.find_nodes(op="placeholder")
     sources = [getattr(node, "_dynamo_source", None) for node in placeholders]
     if None in sources:
         raise TraceError(f"torch {torch.__version__} does not say where inputs of a captured graph come from")
-    examples = zip(placeholders, example_inputs, strict=True)
-    if numbers := [node.name for node, value in examples if not isinstance(value, Tensor)]:
-        raise TraceError(f"the graph takes a number, {numbers[0]}: pass it as a tensor")
     inputs = tuple(
         Input(node.name, source_name(source), is_argument(source), _steps(source))
         for node, source in zip(placeholders, sources, strict=True)
@@ -284,7 +296,9 @@ def _capture_of(
     backend_id = module.meta.get("backend_id") or module._backend_id
 
     def restore(run: Callable[..., Any]) -> Callable[..., Any]:
-        restored: Callable[..., Any] = environment.forward_callable(backend_id, run, extra_globals=used_globals)
+        restored: Callable[..., Any] = environment.forward_callable(
+            backend_id, numbers.beside(run) if numbers else run, extra_globals=used_globals
+        )
         return restored
 
     guarded = guards_of(graph_output, code, scope)
@@ -312,14 +326,29 @@ def _steps(source: Any) -> tuple[tuple[bool, Any], ...]:
     return (*before, (True, member) if isinstance(member, str) else (False, index))
 
 
-def _side_effects() -> tuple[tuple[Store, ...], bool, bool, list[str], list[Any]]:
-    """The side effects of the current trace on Python objects that existed before it.
+@dataclass(frozen=True, slots=True)
+class _Effects:
+    """The side effects of a trace on Python objects that existed before it.
 
-    Returns:
-        The constants that it assigns to attributes; whether there are other side effects; whether it sets a
-        gradient; the graph's nodes that it assigns to attributes of arguments; and the sources of the objects that it
-        changes.
+    Attributes:
+        stores: the constants that it assigns to attributes.
+        others: whether there are other side effects.
+        leaves_gradients: whether it sets a gradient.
+        kept: names of the graph's nodes that it assigns to attributes of arguments.
+        sources: of the objects that it changes.
+        counters: sources of the attributes that it assigns integers to.
     """
+
+    stores: tuple[tuple[Any, str, Any], ...]
+    others: bool
+    leaves_gradients: bool
+    kept: tuple[str, ...]
+    sources: tuple[Any, ...]
+    counters: tuple[str, ...]
+
+
+def _side_effects() -> _Effects:
+    """The side effects of the current trace."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
@@ -331,25 +360,27 @@ def _side_effects() -> tuple[tuple[Store, ...], bool, bool, list[str], list[Any]
         for item in effects.id_to_variable.values()
         if effects.is_modified(item) and not isinstance(item.mutation_type, AttributeMutationNew | ValueMutationNew)
     ]
-    stores: list[Store] = []
-    sources = [item.source for item in changed if item.source is not None]
+    stores: list[tuple[Any, str, Any]] = []
+    sources = tuple(item.source for item in changed if item.source is not None)
     gradients = [effects.store_attr_mutations.get(item, {}).get("grad") for item in changed]
     leaves_gradients = any(value is not None and _constants({"grad": value}) is None for value in gradients)
-    kept = [
+    kept = tuple(
         value.as_proxy().node.name
         for item in changed
         if item.source is not None and is_argument(item.source)
         for value in effects.store_attr_mutations.get(item, {}).values()
         if isinstance(value, TensorVariable)
-    ]
+    )
+    counters = counters_in({item: effects.store_attr_mutations.get(item, {}) for item in changed})
     for item in changed:
         attributes = effects.store_attr_mutations.get(item)
         constants = None if attributes is None else _constants(attributes)
         is_container = isinstance(vars(item).get("value"), list | dict | set | tuple)
         if constants is None or item.source is None or is_container or is_argument(item.source):
-            return (), True, leaves_gradients, kept, sources
+            return _Effects((), True, leaves_gradients, kept, sources, counters)
         stores += [(item.source, name, value) for name, value in constants.items()]
-    return tuple(stores), bool(effects.tensor_hooks or effects.save_for_backward), leaves_gradients, kept, sources
+    others = bool(effects.tensor_hooks or effects.save_for_backward)
+    return _Effects(tuple(stores), others, leaves_gradients, kept, sources, counters)
 
 
 def _constants(attributes: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -1,0 +1,131 @@
+"""Counters: integers that a call reads from an object and writes back, such as how many tokens a cache has.
+
+    graph(n, x) → n + 1, y  ──apart──▶  graph(x) → y       what is scheduled: the same for every n
+                                 └────▶  numbers(n) → n + 1  on the host
+
+Dynamo guards an integer by its value, so that each call would be another graph. As one of
+``torch.compiler.config.dynamic_sources`` it is an input, and Dynamo guards what the call asks of it (``n < 16``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autostream.errors import TraceError
+from autostream.frontend.guards import source_name
+
+Run = Callable[..., Sequence[Any]]
+
+
+def dynamic(sources: Iterable[str]) -> AbstractContextManager[Any]:
+    """Let Dynamo take the integers from these sources as inputs."""
+    patterns = ",".join(f"{re.escape(source)}$" for source in sources)
+    config: Any = torch.compiler.config
+    patched: AbstractContextManager[Any] = config.patch(dynamic_sources=patterns)
+    return patched
+
+
+def counters_in(stores: Mapping[Any, Mapping[str, Any]]) -> tuple[str, ...]:
+    """The sources of the attributes that a trace assigns integers to.
+
+    Args:
+        stores: Dynamo's variable of an object to what is assigned to its attributes.
+    """
+    from torch._dynamo.source import AttrSource
+
+    names = [
+        source_name(AttrSource(item.source, name))
+        for item, attributes in stores.items()
+        if item.source is not None
+        for name, value in attributes.items()
+        if type(getattr(value, "value", None)) is int
+    ]
+    return tuple(name for name in names if not set(name) & _SEPARATORS)
+
+
+def guarded_among(sources: Sequence[str], output: Any) -> tuple[str, ...]:
+    """Those of these sources that Dynamo guards in a trace: the call reads them."""
+    guards = output.graph_capture_output().output_graph.guards
+    guarded = {source_name(guard.originating_source) for guard in guards}
+    return tuple(source for source in sources if source in guarded)
+
+
+_SEPARATORS = frozenset(",: ")
+"""A source with one of these cannot be in ``dynamic_sources``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What the numbers of a graph become.
+
+    Attributes:
+        taken: positions of the graph's inputs that are numbers.
+        returned: positions of its outputs that are computed from them.
+        compute: takes the former and returns the latter.
+    """
+
+    taken: tuple[int, ...]
+    returned: tuple[int, ...]
+    compute: Callable[..., Sequence[Any]]
+
+    def beside(self, run: Run) -> Run:
+        """Run what takes and returns everything else, and put the numbers back in their places."""
+        taken = frozenset(self.taken)
+
+        def both(*values: Any) -> Sequence[Any]:
+            outputs = list(run(*(value for at, value in enumerate(values) if at not in taken)))
+            for at, number in zip(self.returned, self.compute(*(values[at] for at in self.taken)), strict=True):
+                outputs.insert(at, number)
+            return outputs
+
+        return both
+
+
+def apart(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Numbers | None:
+    """Remove the numbers among its inputs from a graph, with all that is computed from them.
+
+    Args:
+        module: the graph.
+        example_inputs: of it.
+
+    Returns:
+        ``None`` if it takes no numbers.
+
+    Raises:
+        TraceError: a tensor depends on one of them. The graph has not changed.
+    """
+    placeholders = module.graph.find_nodes(op="placeholder")
+    taken = tuple(at for at, value in enumerate(example_inputs) if not isinstance(value, Tensor))
+    if not taken:
+        return None
+    inputs = [placeholders[at] for at in taken]
+    depends = dict.fromkeys(inputs)
+    for node in module.graph.nodes:
+        if node.op != "output" and not depends.keys().isdisjoint(node.all_input_nodes):
+            if not isinstance(node.meta.get("example_value"), _NUMBERS) or not depends.keys() >= {
+                *node.all_input_nodes
+            }:
+                raise TraceError(f"the graph takes a number, {inputs[0].name}: pass it as a tensor")
+            depends[node] = None
+    output = module.graph.output_node()
+    results: Any = output.args[0]
+    returned = tuple(at for at, result in enumerate(results) if result in depends)
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in depends:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[results[at]] for at in returned))
+    output.args = (tuple(result for at, result in enumerate(results) if at not in returned),)
+    for node in reversed(depends):
+        module.graph.erase_node(node)
+    module.recompile()
+    return Numbers(taken, returned, fx.GraphModule(module, graph).forward)
+
+
+_NUMBERS = (int, torch.SymInt, torch.SymBool, torch.SymFloat)
