@@ -241,9 +241,6 @@ class OptimizedModule(nn.Module):
     _autostream: Dispatcher
     """The only attribute of this class: any other name could be one of the model's."""
 
-    forward: Callable[..., Any]
-    """Runs the model. It has the signature of the model's."""
-
     def __new__(cls, dispatcher: Dispatcher) -> OptimizedModule:
         """Make an instance of a subclass with the special methods that the model has."""
         names = tuple(name for name in _SPECIAL if hasattr(type(dispatcher.model), name))
@@ -274,6 +271,17 @@ class OptimizedModule(nn.Module):
         ):
             return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
         return self._autostream(*args, **kwargs)  # the same in fewer frames
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Hidden by an attribute of each instance, with the signature of the model's, except from who asks the class.
+
+        Raises:
+            TargetError: always.
+        """
+        name = self._autostream.name
+        raise TargetError(
+            f"what optimize returned has no forward to trace symbolically: trace {name}, which it was given"
+        )
 
     # The rest delegates to the model.
 

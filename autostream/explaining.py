@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from autostream.api import dispatcher_of
+from autostream.api import OptimizedModule, dispatcher_of
 from autostream.dispatch.optimized_callable import OptimizedCallable
 from autostream.dispatch.step_functions import StepFunction
 from autostream.errors import TargetError
@@ -54,5 +54,10 @@ def explain(optimized: nn.Module | TrainStep | StepFunction | OptimizedCallable,
     if not reports and isinstance(optimized, TrainStep | StepFunction):
         return "nothing is known yet: the first step makes the optimizer's state, the next one is scheduled"
     if not reports:
-        return "nothing is known yet: call it once, or give optimize() example inputs"
+        return _NOTHING + (_OF_METHODS if isinstance(optimized, OptimizedModule) else "")
     return "\n\n\n".join(answers(report, Selection(ops=ops)) for report in reports)
+
+
+_NOTHING = "nothing is known yet: call it once, or give optimize() example inputs"
+
+_OF_METHODS = ". Methods of the model, such as generate, call the model itself: schedule those calls with optimize_"

@@ -484,6 +484,9 @@ def test_transforms_and_tracers_see_the_plain_model() -> None:
     same(torch.compile(fast, backend="eager", fullgraph=True)(x.relu()), expected)
     same(torch.export.export(outer, (x,)).module()(x), expected)
     same(torch.export.export(outer, (x,), strict=True).module()(x), expected)
+    same(torch.export.export(fast, (x.relu(),)).module()(x.relu()), expected)
+    with pytest.raises(TargetError, match="trace Net, which it was given"):
+        torch.fx.symbolic_trace(fast)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert fast(mode.from_tensor(x)).shape == (3, 4)
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:

@@ -20,9 +20,10 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> autostream.OptimizedModule:
 
 
 def test_without_a_report_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert explain(autostream.optimize(nn.ReLU())) == (
-        "nothing is known yet: call it once, or give optimize() example inputs"
-    )
+    nothing = "nothing is known yet: call it once, or give optimize() example inputs"
+    methods = ". Methods of the model, such as generate, call the model itself: schedule those calls with optimize_"
+    assert explain(autostream.optimize(nn.ReLU())) == nothing + methods
+    assert explain(autostream.optimize_(nn.ReLU())) == nothing
     monkeypatch.setenv("AUTOSTREAM_DISABLE", "1")
     fast = autostream.optimize(nn.ReLU(), torch.ones(2))
     assert explain(fast) == "it runs plainly: AUTOSTREAM_DISABLE was set when it was optimized"

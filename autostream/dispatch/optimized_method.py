@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from inspect import unwrap
+from types import CodeType
 from typing import Any
 
 import torch
@@ -58,6 +60,12 @@ class OptimizedMethod(OptimizedCallable):
     def __wrapped__(self) -> Callable[..., Any]:
         """What takes the arguments, for :func:`inspect.signature`."""
         return forward_of(self.dispatcher.model)
+
+    @property
+    def __code__(self) -> CodeType:
+        """Of what takes the arguments, which ``torch.export`` names in its errors."""
+        code: CodeType = unwrap(self.__wrapped__).__code__
+        return code
 
     @property
     def reports(self) -> tuple[Report, ...]:

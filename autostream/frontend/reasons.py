@@ -49,7 +49,10 @@ _WORDS = {
     r"Data-dependent branching|data-dependent expression|Indexing list with non-scalar": "Python branches on a number "
     "that the call computes, or indexes with it: use torch.where or torch.index_select, or decide before the call, and "
     "pass a flag",
-    "context: builtin print |LoggingLogger": "it prints or logs a tensor: return it, and print it after the call",
+    r"context: builtin print |LoggingLogger|logging\.Logger method": "it prints or logs a tensor: return "
+    "it, and print it after the call",
+    r"Variable\(ScriptObject\)": "it uses an object of TorchScript's, such as the packed weights of a quantized layer, "
+    "which no graph takes: optimize the parts of the model that have none",
     r"module: random, |qualname: Random\.": PYTHONS_NUMBERS,
     r"numpy function: |call_method UserDefinedObjectVariable\(Generator\)": f"it calls NumPy: {_BEFORE}",
     r"Tensor\.numpy\(\)": "it calls numpy() of a tensor: return the tensor, and convert it after the call",

@@ -6,6 +6,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 from weakref import ref
 
@@ -293,3 +294,34 @@ def test_gradients_are_the_models_on_a_gpu(wrapped: bool) -> None:
     for _ in range(10):
         same_gradients(trained(model, ours), trained(plain, lambda x: plain(x.cuda())))
     assert [report.mode for report in fast.reports] == ["graph breaks"]
+
+
+class Warns(nn.Module):
+    """As models of transformers do, with a method that they add to loggers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        LOGGER.warning_once("once")  # type: ignore[attr-defined]
+        return x + 1
+
+
+LOGGER = logging.getLogger("theirs")
+
+
+def quantized() -> nn.Module:
+    from torch.ao.quantization import quantize_dynamic
+
+    return quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear})  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")  # that module of PyTorch's is deprecated
+@pytest.mark.parametrize(
+    ("make", "words"), [(Warns, "it prints or logs a tensor"), (quantized, "packed weights of a quantized layer")]
+)
+def test_the_reason_is_in_plain_words(
+    make: Callable[[], nn.Module], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.Logger, "warning_once", lru_cache(logging.Logger.warning), raising=False)
+    fast, plain = twins(make)
+    same(fast(t(2, 4)), plain(t(2, 4)))
+    assert words in reasons(fast)
