@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import wraps
 from html import escape
 from typing import Any, TypeVar, overload
 
@@ -241,10 +241,12 @@ class OptimizedModule(nn.Module):
     _autostream: Dispatcher
     """The only attribute of this class: any other name could be one of the model's."""
 
+    forward: Callable[..., Any]
+    """Runs the model. It has the signature of the model's."""
+
     def __new__(cls, dispatcher: Dispatcher) -> OptimizedModule:
-        """Make an instance of a subclass with the special methods that the model has."""
-        names = tuple(name for name in _SPECIAL if hasattr(type(dispatcher.model), name))
-        return super().__new__(_subclass(names))
+        """Make an instance of a subclass with what is looked up in the model's class, not in the model."""
+        return super().__new__(_subclass(type(dispatcher.model)))
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         super().__init__()
@@ -271,17 +273,6 @@ class OptimizedModule(nn.Module):
         ):
             return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
         return self._autostream(*args, **kwargs)  # the same in fewer frames
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hidden by an attribute of each instance, with the signature of the model's, except from who asks the class.
-
-        Raises:
-            TargetError: always.
-        """
-        name = self._autostream.name
-        raise TargetError(
-            f"what optimize returned has no forward to trace symbolically: trace {name}, which it was given"
-        )
 
     # The rest delegates to the model.
 
@@ -359,12 +350,21 @@ _SPECIAL = (
 """Special methods that Python looks up in the class, and that the model may have."""
 
 
-@cache
-def _subclass(names: tuple[str, ...]) -> type[OptimizedModule]:
-    """``OptimizedModule`` with special methods that call the model's."""
-    members = {name: _special(name) for name in names}
+def _subclass(model: type[nn.Module]) -> type[OptimizedModule]:
+    """``OptimizedModule`` with special methods that call the model's, and with a ``forward`` that has its signature."""
+    members: dict[str, Any] = {name: _special(name) for name in _SPECIAL if hasattr(model, name)}
     described = {"__module__": OptimizedModule.__module__, "__doc__": OptimizedModule.__doc__}
-    return type(OptimizedModule.__name__, (OptimizedModule,), members | described) if names else OptimizedModule
+    return type(OptimizedModule.__name__, (OptimizedModule,), {"forward": _forward_of(model), **members, **described})
+
+
+def _forward_of(model: type[nn.Module]) -> Callable[..., Any]:
+    """What ``torch.fx`` traces, and what ``Trainer`` reads the names of labels from: neither looks at the instance."""
+
+    @wraps(model.forward)
+    def forward(self: OptimizedModule, *args: Any, **kwargs: Any) -> Any:
+        return self._autostream.model.forward(*args, **kwargs)
+
+    return forward
 
 
 def _special(name: str) -> Callable[..., Any]:

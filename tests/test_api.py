@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import random
 import warnings
@@ -485,8 +486,8 @@ def test_transforms_and_tracers_see_the_plain_model() -> None:
     same(torch.export.export(outer, (x,)).module()(x), expected)
     same(torch.export.export(outer, (x,), strict=True).module()(x), expected)
     same(torch.export.export(fast, (x.relu(),)).module()(x.relu()), expected)
-    with pytest.raises(TargetError, match="trace Net, which it was given"):
-        torch.fx.symbolic_trace(fast)
+    same(torch.fx.symbolic_trace(fast)(x.relu()), expected)
+    assert list(inspect.signature(type(fast).forward).parameters) == ["self", "x"]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert fast(mode.from_tensor(x)).shape == (3, 4)
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
