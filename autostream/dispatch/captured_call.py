@@ -40,9 +40,11 @@ class CapturedCall:
         captured: the graph and its guards, without the tensors that it was captured with.
         guards: whether it may run a call.
         label: describes the calls in reports.
-        beside_model: why it runs calls, and not the model itself, once that was compared.
+        was_called: whether it has run a call on the slow path.
+        beside_model: why it runs calls, and not the model itself, where that was compared.
     """
 
+    was_called = False
     beside_model: Decision | None = None
 
     def __init__(

@@ -8,7 +8,8 @@
                                │ no
                                └─▶ the model itself
 
-An entry is what runs the calls of one signature for which its guards hold.
+An entry is what runs the calls of one signature for which its guards hold. On a CPU its first call is timed beside the
+model itself, which becomes an EagerCall in its place where that is not slower.
 """
 
 from __future__ import annotations
@@ -356,8 +357,9 @@ class Dispatcher(OptimizedCallable):
         kwargs: dict[str, Any],
     ) -> bool:
         """On a CPU, after the first call of an entry: whether the model itself takes its place, as that is faster."""
-        if entry.beside_model is not None:
+        if entry.was_called:
             return False
+        entry.was_called = True
         report = entry.reports(self.name)[0]
         if not is_contested(self.options, report):
             return False
@@ -371,10 +373,11 @@ class Dispatcher(OptimizedCallable):
         entry.beside_model = decision
         if decision.choice != "plain":
             return False
+        chosen = EagerCall(entry.label, decision.reason, report)
         with self._lock:
-            chosen = EagerCall(entry.label, decision.reason, report)
             entries = self._admission.entries
-            entries[key] = [chosen if other is entry else other for other in entries.get(key, [])]
+            if key in entries:  # another thread may have dropped it
+                entries[key] = [chosen if other is entry else other for other in entries[key]]
         self._drop_replays(entry)
         self._keep_eager(key, chosen, args, kwargs)
         return True

@@ -41,9 +41,11 @@ class SplitCall:
     Attributes:
         runs: run the graphs, in the order in which they were compiled.
         has_returned: whether a call has returned without an error.
-        beside_model: why it runs calls, and not the model itself, once that was compared.
+        was_called: whether it has run a call on the slow path.
+        beside_model: why it runs calls, and not the model itself, where that was compared.
     """
 
+    was_called = False
     beside_model: Decision | None = None
 
     def __init__(self, model: nn.Module, label: str, reason: str, make: MakeGraph) -> None:
