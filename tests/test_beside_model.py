@@ -64,7 +64,7 @@ def test_the_model_itself_runs_where_its_schedule_is_not_faster(clock: Clock) ->
         same(fast(x()), model(x()))
     (report,) = fast.reports
     assert report.mode == "plain"
-    assert report.refusals[0].reason == "a call takes 20.0 µs as scheduled, which is not 1% less than 10.0 µs as it is"
+    assert report.refusals[0].reason == "a call takes 20.0 µs as scheduled, which is not 5% less than 10.0 µs as it is"
     assert report.chosen is not None, "what it was measured beside is told, too"
     text = autostream.explain(fast)
     assert "runs as      the plain model" in text

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autostream.dispatch.replay import LikeCalls
-from autostream.frontend.settings import watch_numerics
-from autostream.frontend.tree import Structure, flatten, same
+from autostream.frontend.tree import Structure, flatten, same, tensors_like
 from autostream.ir import Decision
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
@@ -71,12 +71,17 @@ class EagerReplay(LikeCalls):
     def __init__(self, model: nn.Module, call: Structure, tensors: Sequence[Tensor]) -> None:
         super().__init__(call, tensors)
         self._model, self._training = model, _is_training(model)
-        self._same_numerics = watch_numerics()
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
-        """The tensors of a call if it is such a call, in the same mode; else ``None``."""
-        same_mode = _is_training(self._model) is self._training and self._same_numerics()
-        return super().fits(args, kwargs) if same_mode else None
+        """The tensors of a call if it is such a call; ``None`` where a schedule may be worth trying."""
+        tensors = args if self._flat and not kwargs else tensors_like(self._call, (args, kwargs))
+        alike = (
+            tensors is not None
+            and self._alike(tensors)
+            and torch.is_grad_enabled() is self._recorded
+            and _is_training(self._model) is self._training
+        )
+        return tensors if alike else None
 
     def check_guards_first(self) -> None:
         """There are none."""
