@@ -12,7 +12,6 @@ decorates is captured whole, or runs as it is written (``dispatch/step_functions
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -47,6 +46,7 @@ from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.runtime.input_buffers import BufferTable
 from autostream.tuning.agreement import agree
+from autostream.utils.locks import lock_of
 from autostream.utils.logs import Log
 from autostream.utils.storages import storage_of
 
@@ -296,7 +296,7 @@ class TrainStep:
         self._stateless: frozenset[int] = frozenset()
         """Parameters that have no state after an eager step: those of plain SGD, and unused ones."""
         self._has_run = False
-        self._lock = threading.RLock()
+        self._lock = lock_of(self)
         """Steps write the same tensors, so those of several threads run one after the other."""
         self._latest: StepGraphs | None = None
         """What ran the latest step. If it was forward and backward, their fast path is tried before the whole step."""

@@ -9,7 +9,6 @@ Only tensors are checked here. Guards on Python state belong to the capture.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +36,7 @@ from autostream.runtime.cuda_graph import GraphPools
 from autostream.runtime.graphs_by_address import LatestRun
 from autostream.runtime.input_buffers import BufferTable
 from autostream.runtime.layouts import metadata_check
-from autostream.utils.locks import preparing
+from autostream.utils.locks import lock_of, preparing
 from autostream.utils.logs import Log
 from autostream.utils.stopwatch import Stopwatch
 from autostream.utils.storages import storage_of
@@ -92,7 +91,7 @@ class CompiledGraph(SharingCallable):
         self._admission = Admission["CompiledSignature"](context.options.max_signatures)
         self._refused: dict[str, Report] = {}
         self._latest: CompiledSignature | None = None
-        self._lock = threading.RLock()
+        self._lock = lock_of(self)
 
     def __call__(self, *values: Any) -> Sequence[Any]:
         """Run the graph with these tensors and numbers."""
@@ -118,7 +117,7 @@ class CompiledGraph(SharingCallable):
             if self._context.options.strict:
                 raise
             again = signature.scheduled is not None and signature.scheduled.repeatable
-            self._fail(signature, _TOO_LITTLE.format(first_line(error)))
+            self._fail(signature, TOO_LITTLE.format(first_line(error)))
             if not again:  # it may have written some of its arguments
                 raise
             lost = False
@@ -248,7 +247,7 @@ class CompiledGraph(SharingCallable):
             self._refused[reason] = Report(self._model, "some calls", "plain", refusals=(refusal,), versions=versions())
 
 
-_TOO_LITTLE = (
+TOO_LITTLE = (
     "there is too little memory to run it as scheduled ({}): free some, or lower memory_budget, and optimize it again"
 )
 

@@ -14,15 +14,12 @@ model itself, which becomes an EagerCall in its place where that is not slower.
 
 from __future__ import annotations
 
-import os
-import threading
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +57,7 @@ from autostream.reporting.report import Report
 from autostream.runtime.cuda_graph import GraphPools
 from autostream.runtime.input_buffers import BufferTable
 from autostream.tuning.beside_model import beside_model, is_contested, without_trial
-from autostream.utils.locks import preparing
+from autostream.utils.locks import lock_of, preparing
 from autostream.utils.logs import Log
 
 log = Log(__name__)
@@ -122,10 +119,9 @@ class Dispatcher(OptimizedCallable):
         self.disabled = disabled()
         self._context = ModelContext(options, GraphPools(), self.input_buffers)
         self._paranoid = paranoid()
-        self._lock = threading.RLock()
+        self._lock = lock_of(self)
         self._forget()
         self._bypasses: dict[str, Report] = {}
-        _dispatchers.add(self)
 
     def _forget(self) -> None:
         self._admission = Admission[list[Entry]](self.options.max_signatures)
@@ -572,15 +568,3 @@ _FULL = "it has been captured as often as max_signatures allows for inputs of th
 _SIZES = "pad them to a few sizes with dynamic= (see autostream.Bucket), or raise max_signatures"
 
 _MOST_REASONS = 100
-
-_dispatchers: WeakSet[Dispatcher] = WeakSet()
-
-
-def _renew_locks() -> None:
-    """Replace all locks in a forked process, where the threads that held them do not exist."""
-    for dispatcher in _dispatchers:
-        dispatcher._lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_renew_locks)

@@ -148,17 +148,17 @@ class Refusal:
         full: whether there are too many graphs, so that none of a part of the step may be captured either.
         first: whether an optimizer makes its state in this call, as it does in an eager first step. The next may be
             captured, so this is nothing to report.
-        begins_without: of the refused call.
+        begins_without: of the refused call; ``None`` if that does not matter.
     """
 
     reason: str
     full: bool = False
     first: bool = False
-    begins_without: bool = True
+    begins_without: bool | None = True
 
     def inputs(self, call: Call) -> Sequence[Tensor] | None:
         """``()`` if capturing the call would fail again, ``None`` if it may not."""
-        return () if call.begins_without == self.begins_without else None
+        return () if self.begins_without in (call.begins_without, None) else None
 
     def failed(self, call: Call) -> str:
         """``""``: it has no guards."""

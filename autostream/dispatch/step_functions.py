@@ -8,7 +8,6 @@ call ──▶ like a recent one? ──▶ replay
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial, update_wrapper
@@ -34,6 +33,7 @@ from autostream.options import Options, disabled
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.runtime.input_buffers import BufferTable
+from autostream.utils.locks import lock_of
 from autostream.utils.logs import Log
 
 log = Log(__name__)
@@ -72,7 +72,7 @@ class StepFunction:
         step = WrittenStep(body, self._optimizers, self._name, modules, self.eager, data_parallel, averages=True)
         self._graphs = StepGraphs(step, options, self.input_buffers)
         self._eager: dict[str, Decision] = {}
-        self._lock = threading.RLock()
+        self._lock = lock_of(self)
         """Steps write the same tensors, so those of several threads run one after the other."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,11 +111,16 @@ class StepFunction:
         done_or_refusal = self._graphs(args, kwargs)
         if isinstance(done_or_refusal, Done):
             return done_or_refusal.result
+        try:
+            result = self.eager(*args, **kwargs)
+        except Exception:  # capturing has failed for the same reason, which may not hold for the next call
+            self._graphs.forget_refusals()
+            raise
         reason = done_or_refusal.reason
         if not done_or_refusal.first and reason not in self._eager and len(self._eager) < _MOST_REASONS:
             log.warning("the step %s runs as it is written: %s", self._name, reason)
             self._eager[reason] = Decision("", "plain", reason)
-        return self.eager(*args, **kwargs)
+        return result
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step as it is written."""

@@ -11,18 +11,18 @@ Where capturing or tracing fails, there is a ``Refusal`` instead, and the caller
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from autostream.dispatch.admission import Admission
 from autostream.dispatch.captured_step import CapturedStep
-from autostream.dispatch.compiled_graph import section
+from autostream.dispatch.compiled_graph import TOO_LITTLE, section
 from autostream.dispatch.paranoid import compared
 from autostream.dispatch.scheduled_program import ModelContext, NoSchedule
 from autostream.dispatch.step_calls import Call, Key, Refusal, WrittenStep, call_of, changed_number
@@ -45,7 +45,7 @@ from autostream.reporting.report import Report
 from autostream.runtime.cuda_graph import GraphPools
 from autostream.runtime.input_buffers import BufferTable
 from autostream.tuning.agreement import agree
-from autostream.utils.locks import preparing
+from autostream.utils.locks import lock_of, preparing
 
 _MOST_REPLAYS = 4
 """How many kinds of calls have a fast path."""
@@ -76,7 +76,7 @@ class StepGraphs:
         context = ModelContext(options, GraphPools(), input_buffers)
         self._context = replace(context, make_section=partial(section, context, step.name))
         self._admission = Admission[list[CapturedStep | Refusal]](options.max_signatures)
-        self._lock, self._paranoid = threading.RLock(), paranoid()
+        self._lock, self._paranoid = lock_of(self), paranoid()
         self._replays: list[StepReplay] = []
         self._first: Key | None = None
         """Of the latest call in which an optimizer makes its state, which is part of the key."""
@@ -85,7 +85,11 @@ class StepGraphs:
         """The step, if it is like a recent one, by its fast path."""
         for replay in self._replays:
             if (tensors := replay.fits(args, kwargs)) is not None:
-                return Done(replay(tensors, args, kwargs))
+                try:
+                    return Done(replay(tensors, args, kwargs))
+                except torch.OutOfMemoryError as error:
+                    self._give_up(replay.key, replay.entry, error)
+                    raise
         return None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Done | Refusal:
@@ -117,6 +121,9 @@ class StepGraphs:
             result = entry.run(call, inputs)
         except NoSchedule as reason:
             return self.refused(Refusal(str(reason)))
+        except torch.OutOfMemoryError as error:
+            self._give_up(call.key, entry, error)
+            raise
         self._add_replay(entry, call, inputs)
         return Done(result)
 
@@ -127,7 +134,19 @@ class StepGraphs:
             if compiled:
                 self._admission.entries[key] = compiled
             else:
-                del self._admission.entries[key]
+                self._admission.drop(key)
+
+    def _give_up(self, key: Key, entry: CapturedStep, error: torch.OutOfMemoryError) -> None:
+        """Refuse a compiled step from now on, and release its memory: in the next call there would be too little too.
+
+        ``strict=True`` keeps it.
+        """
+        if self.options.strict:
+            return
+        self._replays = [replay for replay in self._replays if replay.entry is not entry]
+        refusal = Refusal(TOO_LITTLE.format(first_line(error)), begins_without=None)
+        entries = self._admission.entries
+        entries[key] = [refusal if each is entry else each for each in entries.get(key, [])]
 
     @property
     def reports(self) -> tuple[Report, ...]:
