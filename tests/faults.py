@@ -26,7 +26,7 @@ def out_of_memory() -> Exception:
 
 @torch.library.custom_op("tests_faults::risky", mutates_args=())
 def risky(x: Tensor) -> Tensor:
-    """The identity, unless a fault is due."""
+    """The identity, unless a fault is due; so is its gradient."""
     Risk.runs += 1
     if Risk.runs in Risk.failing:
         raise Risk.make_fault()
@@ -36,6 +36,9 @@ def risky(x: Tensor) -> Tensor:
 @risky.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
+
+
+risky.register_autograd(lambda context, gradient: risky(gradient))
 
 
 class Risk:

@@ -57,8 +57,8 @@ class CapturedStep:
         self.scheduled = ScheduledProgram(self.traced.program, arguments, stays, label, context, stopwatch)
         self._alike = _layouts_of(inputs)
         self.captured = replace(captured, tensors=(), changed=())
-        self._outputs: Sequence[Any] = ()
-        self._restored = captured.restored(lambda *_: self._outputs)
+        self._outputs = outputs = list[Any]()
+        self._restored = captured.restored(lambda *_: outputs)  # without a reference cycle, which would keep memory
 
     def inputs(self, call: Call) -> Sequence[Tensor] | None:
         """The inputs of the captured graph in a call, or ``None`` if the graph does not compute it."""
@@ -88,12 +88,12 @@ class CapturedStep:
 
         It may have tensors that are no outputs of the graph, such as weights.
         """
-        self._outputs = outputs
+        self._outputs[:] = outputs
         try:
             with torch.enable_grad():
                 return self._restored(self._body, args, kwargs)
         finally:
-            self._outputs = ()
+            self._outputs.clear()
 
 
 def trace(step: WrittenStep, call: Call, device: str | None = None) -> tuple[Capture, Traced]:

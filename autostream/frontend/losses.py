@@ -118,6 +118,7 @@ def modules_in(function: object) -> list[nn.Module]:
 
 
 _MOST_OBJECTS = 10_000
+_OURS = __name__.partition(".")[0] + "."
 
 
 def _referred_to(value: Any) -> list[Any]:
@@ -127,5 +128,7 @@ def _referred_to(value: Any) -> list[Any]:
         return [*value.values()]
     if isinstance(value, (list, tuple, set)):
         return [*value]
+    if type(value).__module__.startswith(_OURS):  # what it has captured belongs to no function
+        return [getattr(value, "__wrapped__", None)]
     call = vars(type(value)).get("__call__")
     return [*getattr(value, "__dict__", {}).values(), *([call] if isinstance(call, FunctionType) else [])]

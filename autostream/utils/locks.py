@@ -15,7 +15,7 @@ _owners: WeakSet[Any] = WeakSet()
 
 
 def lock_of(owner: object) -> threading.RLock:
-    """A reentrant lock, to be kept as ``owner._lock``. A forked process, where no thread holds it, has another there."""
+    """A reentrant lock, to be kept as ``owner._lock``: a forked process, in which no thread holds it, has another."""
     _owners.add(owner)
     return threading.RLock()
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import autostream
 from autostream.errors import TargetError
 from autostream.frontend.losses import Loss, modules_in
 
@@ -67,3 +68,21 @@ def test_losses_that_do_not_take_the_batch_are_refused() -> None:
         Loss(nn.MSELoss(), nn.Identity()).check(1)
     Loss(dict.get, nn.Identity()).check(2)
     Loss(lambda *args: args, nn.Identity()).check(5)
+
+
+def test_what_a_step_has_captured_is_no_module_of_its_function() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = nn.Linear(3, 1)
+            self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.step: Any = autostream.step(optimizers=[self.sgd], strict=True, kernels="eager")(self.update)
+
+        def update(self, x: Tensor) -> None:
+            self.model(x).sum().backward()
+            self.sgd.step()
+            self.sgd.zero_grad()
+
+    trainer = Trainer()
+    for _ in range(3):
+        trainer.step(torch.ones(2, 3))
+    assert modules_in(trainer.update) == modules_in(trainer.step) == [trainer.model]

@@ -1,0 +1,472 @@
+"""Faults of steps: errors of their users, no memory, Ctrl-C, kernels that do not compile, forks.
+
+Each call of a step gives what the eager step gives, an error too, and leaves all that the step writes as the eager step
+does; an error while a step is prepared leaves it to the eager step. Faults of a GPU are in ``gpu/test_faults.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autostream
+from autostream.errors import FusionError
+from autostream.utils.collector import paused
+from tests.alone import run_alone
+from tests.faults import Noisy, Risk, Surroundings, fail_once, out_of_memory
+from tests.semantics import same
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+QUICK: dict[str, Any] = {"policy": "sequential", "kernels": "eager"}
+X = torch.randn(4, 8, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _no_risk() -> Iterator[None]:
+    yield
+    Risk.is_over()
+
+
+class Trainer:
+    """A model, an average that follows it, and the step that trains it; and everything that may go wrong there.
+
+    Args:
+        options: of the step; without them it is the eager one.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.fails = False
+        self.model = Noisy().double()
+        self.average = copy.deepcopy(self.model).requires_grad_(False)
+        self.adam = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        decorate: Any = autostream.step(optimizers=[self.adam], **options) if options else lambda function: function
+        self.step = decorate(self.update)
+        self._calls = 0
+
+    def update(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean()
+        if self.fails:
+            raise ValueError("the user's own")
+        loss.backward()
+        self.adam.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 0.1)
+        self.adam.zero_grad()
+        return loss.detach()
+
+    def call(self, *batch: Any) -> Any:
+        """The step's result, or the error that it raises."""
+        self._calls += 1
+        torch.manual_seed(self._calls)
+        try:
+            return self.step(*batch)
+        except BaseException as error:
+            return type(error), str(error)
+
+    @property
+    def state(self) -> list[Any]:
+        """All that a step may write."""
+        parameters = [*self.model.parameters()]
+        tensors = [*parameters, *self.model.buffers(), *self.average.parameters(), torch.get_rng_state()]
+        states = [dict(self.adam.state.get(parameter, {})) for parameter in parameters]
+        return copy.deepcopy([tensors, [parameter.grad for parameter in parameters], states])
+
+    @property
+    def surroundings(self) -> list[object]:
+        """What a capture changes of optimizers and of PyTorch, until it ends."""
+        from torch._dynamo.side_effects import SideEffects
+        from torch._dynamo.variables import TensorVariable
+
+        return [
+            sorted(vars(self.adam).keys() - {"_opt_called"}),
+            [sorted(vars(parameter)) for parameter in self.model.parameters()],
+            copy.deepcopy([{**group, "params": ()} for group in self.adam.param_groups]),
+            SideEffects.register_hook,
+            TensorVariable._collect_backward_inputs,
+            torch.amp.GradScaler.step,
+            torch.is_anomaly_enabled(),
+            torch._C._is_multithreading_enabled(),
+            torch._C._functorch.maybe_current_level(),
+        ]
+
+
+Script = Sequence[tuple[Any, ...] | Callable[[Trainer], object]]
+
+
+def check_alike(ours: Trainer, eager: Trainer, script: Script = ((X,), (X,))) -> None:
+    """Let both do the same, and compare each outcome and all that it leaves."""
+    for act in script:
+        if callable(act):
+            act(ours), act(eager)
+            continue
+        outcomes, states = zip(*[(each.call(*act), each.state) for each in (ours, eager)], strict=True)
+        same(*outcomes, tolerance=1e-10)
+        same(*states, tolerance=1e-10)
+
+
+def modes(trainer: Trainer) -> list[str]:
+    return [report.mode for report in trainer.step.reports]
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("autostream")]
+
+
+# What users do
+
+
+def fail(trainer: Trainer) -> None:
+    trainer.fails = True
+
+
+def fail_no_more(trainer: Trainer) -> None:
+    trainer.fails = False
+
+
+def freeze(trainer: Trainer) -> None:
+    trainer.model.requires_grad_(False)
+
+
+def thaw(trainer: Trainer) -> None:
+    trainer.model.requires_grad_(True)
+
+
+def replace_weight(trainer: Trainer) -> None:
+    """The optimizer keeps the old one, which no loss depends on any more."""
+    trainer.model.left.weight = nn.Parameter(trainer.model.left.weight.detach().clone())
+    trainer.model.left.weight.requires_grad_(False)
+
+
+def replace_weight_everywhere(trainer: Trainer) -> None:
+    replace_weight(trainer)
+    thaw(trainer)
+    trainer.adam.param_groups[0]["params"] = [*trainer.model.parameters()]
+
+
+def delete_weight(trainer: Trainer) -> None:
+    del trainer.model.left.weight
+
+
+def restore_weight(trainer: Trainer) -> None:
+    trainer.model.left.weight = trainer.adam.param_groups[0]["params"][2]
+
+
+def without_bias(trainer: Trainer) -> None:
+    for module in (trainer.model, trainer.average):
+        module.left.register_parameter("bias", None)
+
+
+def add_group(trainer: Trainer) -> None:
+    """A norm gets a bias that its model trains at another rate."""
+    for module in (trainer.model, trainer.average):
+        module.right = nn.Sequential(module.right, nn.Linear(8, 8, bias=False).double())
+        nn.init.eye_(module.right[1].weight)
+    trainer.average.requires_grad_(False)
+    trainer.adam.add_param_group({"params": [trainer.model.right[1].weight], "lr": 0.5})
+
+
+def forget(trainer: Trainer) -> None:
+    trainer.adam.state.clear()
+
+
+def spoil_rate(trainer: Trainer) -> None:
+    trainer.adam.param_groups[0]["lr"] = "fast"
+
+
+def mend_rate(trainer: Trainer) -> None:
+    trainer.adam.param_groups[0]["lr"] = 0.02
+
+
+def clear(trainer: Trainer) -> None:
+    trainer.adam.zero_grad()
+
+
+@dataclass(frozen=True)
+class Family:
+    """What happens to a step, and the modes of its reports in the end.
+
+    Attributes:
+        script: batches, and changes between them.
+        graphs: how many graphs there are.
+        plainly: whether some steps run as they are written, with a reason.
+    """
+
+    script: Script
+    graphs: int
+    plainly: bool = False
+
+
+GOOD, NAN = (X,), (X * torch.nan,)
+FAMILIES: Mapping[str, Family] = {
+    "an error in the first call": Family((fail, GOOD, fail_no_more, GOOD, GOOD, GOOD), 1),
+    "an error in the second call": Family((GOOD, fail, GOOD, GOOD, fail_no_more, GOOD, GOOD), 1),
+    "an error in a replayed call": Family((GOOD, GOOD, GOOD, fail, GOOD, fail_no_more, GOOD), 1),
+    "a shape that no layer takes": Family((GOOD, GOOD, (X[:, :3],), GOOD, (X[:, :3],), GOOD), 1),
+    "such a shape at first": Family(((X[:, :3],), GOOD, (X[:, :3],), GOOD, GOOD), 1),
+    "five such shapes": Family((GOOD, GOOD, *((X[:, :width],) for width in range(1, 6)), (X[:3],), GOOD), 2),
+    "another device": Family((GOOD, (X.to("meta"),), GOOD, (X.to("meta"),), GOOD), 1),
+    "another dtype": Family((GOOD, (X.float(),), GOOD, (X.float(),), GOOD), 1),
+    "no tensor": Family((GOOD, GOOD, (3,), GOOD), 1),
+    "no argument": Family((GOOD, GOOD, (), GOOD), 1),
+    "losses that are no numbers": Family((GOOD, NAN, GOOD, NAN, GOOD), 1),
+    "losses that are no numbers at first": Family((NAN, GOOD, GOOD), 1),
+    "all parameters frozen": Family((GOOD, GOOD, freeze, GOOD, GOOD, thaw, GOOD), 1),
+    "all parameters frozen at first": Family((freeze, GOOD, thaw, GOOD, GOOD), 1),
+    "a parameter replaced": Family((GOOD, GOOD, replace_weight, GOOD, GOOD), 2),
+    "a parameter replaced in the optimizer too": Family((GOOD, GOOD, replace_weight_everywhere, GOOD, GOOD), 2),
+    "a parameter deleted": Family((GOOD, GOOD, delete_weight, GOOD, restore_weight, GOOD), 1),
+    "a bias that goes": Family((GOOD, GOOD, without_bias, GOOD, GOOD), 2),
+    "a new group": Family((GOOD, GOOD, add_group, GOOD, GOOD, GOOD), 2),
+    "states that are forgotten": Family((GOOD, GOOD, forget, GOOD, GOOD), 1),
+    "a rate that is no number": Family((GOOD, GOOD, spoil_rate, GOOD, mend_rate, clear, GOOD, GOOD), 1),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_goes_wrong_goes_wrong_as_in_the_eager_step(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Afterwards the step is in its graph again, and nothing is reported of calls that raise anyway."""
+    family, ours = FAMILIES[name], Trainer(**QUICK)
+    with caplog.at_level(logging.WARNING, "autostream"):
+        check_alike(ours, Trainer(), family.script)
+    assert modes(ours) == ["one stream"] * family.graphs + ["plain"] * family.plainly
+    assert len(messages(caplog)) == family.plainly
+
+
+# While a step is prepared
+
+STAGES = [
+    "dispatch.step_graphs.capture_step", "frontend.step_capture.capture", "dispatch.step_graphs.trace_step",
+    "frontend.steps.update", "frontend.steps.as_program", "tuning.tune.price_program", "tuning.tune.candidates_for",
+    "tuning.tune.static_copies", "tuning.tune.undone", "tuning.tune.select", "tuning.select.build",
+    "tuning.select.lower", "tuning.select.uncaptured", "dispatch.scheduled_program.Frozen",
+    "dispatch.scheduled_program.planned",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_fault_in_any_stage_while_a_step_is_prepared(
+    stage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ctrl-C reaches the caller, and the next call prepares the step; with an error, it runs as it is written."""
+    ours, eager = Trainer(**QUICK), Trainer()
+    check_alike(ours, eager, [GOOD])
+    before, surroundings, others = ours.state, ours.surroundings, Surroundings(ours.model)
+    due = fail_once(monkeypatch, stage, KeyboardInterrupt())
+    torch.set_rng_state(before[0][-1])
+    with pytest.raises(KeyboardInterrupt):
+        ours.step(X)
+    assert not due
+    same(ours.state, before)
+    assert ours.surroundings == surroundings
+    others.check(Surroundings(ours.model))
+    assert (ours.step.reports, messages(caplog)) == ((), [])
+    check_alike(ours, eager)
+    assert modes(ours) == ["one stream"]
+
+    fault = [out_of_memory, lambda: MemoryError("no memory"), lambda: RuntimeError("no way")][STAGES.index(stage) % 3]()
+    fail_once(monkeypatch, stage, fault)
+    check_alike(ours, eager, [(X[:3],), (X[:3],), GOOD])
+    assert ours.surroundings == surroundings
+    assert modes(ours) == ["one stream", "plain"]
+    (refusal,) = ours.step.reports[-1].refusals
+    assert str(fault).splitlines()[0] in refusal.reason
+    assert messages(caplog) == [f"autostream: the step Trainer.update runs as it is written: {refusal.reason}"]
+
+
+@pytest.mark.parametrize("make_fault", [out_of_memory, KeyboardInterrupt])
+def test_an_op_that_raises_in_any_of_its_runs_while_a_step_is_prepared(
+    make_fault: Callable[[], BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a forward or a backward; each run begins with the state that the call found."""
+    options: dict[str, Any] = {"kernels": "eager", "costs": "measured", "policy": "critical_path", "streams": 2}
+    monkeypatch.setattr("autostream.costs.this_device.save", lambda measurements: ())  # ops are timed each time
+    monkeypatch.setattr("autostream.tuning.select._ROUNDS", 1)
+    monkeypatch.setattr("autostream.tuning.select._MAX_RUNS", 1)
+    monkeypatch.setattr("autostream.tuning.select.VARIANTS", 0)
+    for struck, run in enumerate((1, 2, 4, 7, 12, 20, 33)):
+        ours, eager = Trainer(**options), Trainer()
+        check_alike(ours, eager, [GOOD])
+        before, torch_before = ours.state, ours.surroundings
+        Risk.is_at(run, make_fault)
+        with pytest.MonkeyPatch.context() as patch:  # so that what is left to run is the preparation alone
+            patch.setattr(autostream.dispatch.step_graphs.Entry, "run", _is_prepared)
+            patch.setattr(type(ours.step), "eager", _is_prepared)
+            torch.set_rng_state(before[0][-1])
+            with pytest.raises((Prepared, KeyboardInterrupt)) as raised:
+                ours.step(X)
+        strikes, _ = Risk.runs >= run, Risk.is_over()
+        assert (raised.type is KeyboardInterrupt) == (strikes and make_fault is KeyboardInterrupt)
+        same(ours.state, before)
+        assert ours.surroundings == torch_before
+        check_alike(ours, eager)
+        if not strikes:
+            break
+    assert struck > 2
+
+
+class Prepared(Exception):  # noqa: N818 - says how far a call has come
+    """The step has been prepared, or refused."""
+
+
+def _is_prepared(*_: Any) -> Any:
+    raise Prepared
+
+
+def test_kernels_that_do_not_compile_leave_the_ops_that_they_would_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise FusionError("TorchInductor cannot fuse it: CppCompileError: no compiler")
+
+    monkeypatch.setattr("autostream.tuning.tune.fused_here", refuse)
+    monkeypatch.setattr("autostream.training.check_requirements", lambda options: None)  # as if a GPU were there
+    ours = Trainer(policy="sequential", kernels="inductor")
+    check_alike(ours, Trainer(), [GOOD] * 4)
+    (report,) = ours.step.reports
+    assert report.mode == "one stream"
+    assert "no compiler" in report.refusals[0].reason
+
+
+# In a call
+
+
+@pytest.mark.parametrize("is_replay", [False, True], ids=["slow path", "fast path"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "make_fault", [lambda: MemoryError("no memory"), lambda: RuntimeError("no"), KeyboardInterrupt]
+)
+def test_an_error_of_an_op_reaches_the_caller_and_the_step_stays_in_its_graph(
+    make_fault: Callable[[], BaseException], where: str, is_replay: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the ops before it have written is written, as in the eager step."""
+    ours, eager = Trainer(**QUICK), Trainer()
+    check_alike(ours, eager, [GOOD, GOOD, (X[:3],)][: 2 if is_replay else 3])  # another size: its replay is the latest
+    for trainer in (ours, eager):
+        Risk.is_at(1 if where == "forward" else 2, make_fault)
+        outcome = trainer.call(X)
+        assert outcome == (type(make_fault()), str(make_fault()))
+        Risk.is_over()
+        trainer.adam.zero_grad()
+    same(ours.state, eager.state, tolerance=1e-10)
+    check_alike(ours, eager)
+    assert set(modes(ours)) == {"one stream"}
+    assert messages(caplog) == []
+
+
+@pytest.mark.parametrize("is_replay", [False, True], ids=["slow path", "fast path"])
+def test_a_graph_that_runs_out_of_memory_is_given_up(is_replay: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The caller gets the error, since weights may have been written; later calls are eager, with the memory back."""
+    ours, eager = Trainer(**QUICK), Trainer()
+    check_alike(ours, eager, [GOOD, GOOD] if is_replay else [GOOD])
+    if not is_replay:
+        real = autostream.dispatch.step_graphs.Entry.run
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                autostream.dispatch.step_graphs.Entry,
+                "run",
+                lambda *args: (Risk.is_at(1, out_of_memory), real(*args))[1],
+            )
+            assert ours.call(X)[0] is torch.OutOfMemoryError
+    else:
+        Risk.is_at(1, out_of_memory)
+        assert ours.call(X)[0] is torch.OutOfMemoryError
+    Risk.is_at(1, out_of_memory)
+    assert eager.call(X)[0] is torch.OutOfMemoryError
+    Risk.is_over()
+    same(ours.state, eager.state, tolerance=1e-10)
+    check_alike(ours, eager)
+    (report,) = ours.step.reports
+    (refusal,) = report.refusals
+    assert refusal.reason.startswith("there is too little memory to run it as scheduled (OutOfMemoryError: CUDA out of")
+    assert messages(caplog) == [f"autostream: the step Trainer.update runs as it is written: {refusal.reason}"]
+    check_alike(ours, eager, [(X[:3],), (X[:3],)])
+    assert modes(ours) == ["one stream", "plain"]
+
+
+def test_strict_raises_the_error_and_keeps_the_graph() -> None:
+    ours, eager = Trainer(strict=True, **QUICK), Trainer()
+    check_alike(ours, eager)
+    for trainer in (ours, eager):
+        Risk.is_at(1, out_of_memory)
+        assert trainer.call(X)[0] is torch.OutOfMemoryError
+        Risk.is_over()
+    check_alike(ours, eager)
+    assert modes(ours) == ["one stream"]
+
+
+def test_the_memory_of_a_graph_that_is_given_up_is_freed() -> None:
+    ours = Trainer(**QUICK)
+    check_alike(ours, Trainer())
+    (entries,) = ours.step._graphs._admission.entries.values()
+    graph = weakref.ref(entries[0].scheduled)
+    del entries
+    Risk.is_at(1, out_of_memory)
+    with paused():
+        ours.call(X)
+        assert graph() is None
+
+
+# In a forked process
+
+
+@pytest.mark.parametrize("how", ["step", "train_step"])
+def test_a_process_that_is_forked_while_another_thread_is_in_a_step(how: str) -> None:
+    """Both go on with steps of the graph, and with new ones, from the weights that there were."""
+    run_alone(
+        f"""
+        import os, signal, threading
+        import torch
+        import autostream
+        from torch import nn
+
+        def square(model, x):
+            if len(x) == 5:  # runs as it is written
+                is_inside.set()
+                ended.wait()
+            return model(x).square().mean()
+
+        def update(x):
+            loss = square(model, x)
+            loss.backward()
+            sgd.step()
+            sgd.zero_grad()
+            return loss
+
+        def check():
+            for rows in (2, 2, 3):
+                weight = model.weight.detach().clone()
+                step(torch.ones(rows, 4))
+                assert not torch.equal(model.weight, weight)
+            assert [report.mode for report in step.reports].count("one stream") == 2, step.reports
+
+        torch.set_num_threads(1)
+        model = nn.Linear(4, 1)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if {how!r} == "step":
+            step = autostream.step(optimizers=[sgd], kernels="eager")(update)
+        else:
+            step = autostream.train_step(model, sgd, square, kernels="eager")
+        for _ in range(3):
+            step(torch.ones(2, 4))
+        is_inside, ended = threading.Event(), threading.Event()
+        thread = threading.Thread(target=step, args=(torch.ones(5, 4),))
+        thread.start()
+        is_inside.wait()
+        if not (child := os.fork()):
+            signal.alarm(100)  # ends it if it hangs
+            check()
+            os._exit(0)
+        ended.set()
+        thread.join()
+        assert os.waitpid(child, 0)[1] == 0
+        check()
+        """
+    )
