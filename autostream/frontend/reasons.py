@@ -14,6 +14,9 @@ def failed_guard(guard: str) -> str:
     if found := re.fullmatch(r"\S*?(\w+)\W* is the object that was captured", guard):
         name = found[1]
         return f"{name} is another tensor now: write it in place, as {name}.lerp_() and {name}.copy_() do"
+    if found := re.fullmatch(r"\S*?(\w+)\W* == -?[\d.]+", guard):
+        name = "a variable of a closure" if found[1] == "cell_contents" else found[1]
+        return f"{name} is another number now: pass it as a tensor, or as a flag what Python decides by it"
     return guard
 
 
