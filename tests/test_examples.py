@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLES = sorted(
-    path for path in (Path(__file__).parent.parent / "examples").glob("*.py") if path.name != "pipeline.py"
-)
-"""All but the one of several processes, which tests/test_pipelines.py runs."""
+FOLDER = Path(__file__).parent.parent / "examples"
+EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.name not in ("pipeline.py", "comparison.py"))
+"""All but the one of several processes, which tests/test_pipelines.py runs, and what those of steps share."""
 
 RUN = """
 import sys, torch
@@ -28,8 +28,9 @@ def test_all_examples_run() -> None:
     assert len(EXAMPLES) >= 2
     for example in EXAMPLES:
         assert f"python examples/{example.name}" in example.read_text()
+    environment = {**os.environ, "PYTHONPATH": f"{FOLDER.parent}{os.pathsep}{FOLDER}"}
     command = [sys.executable, "-c", RUN, *map(str, EXAMPLES)]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ended.returncode == 0, ended.stderr
     printed = ended.stdout.split("EXAMPLE\n")[1:]
     for example, text in zip(EXAMPLES, printed, strict=True):
