@@ -24,6 +24,7 @@ OPTIMIZERS: Sequence[Callable[..., Optimizer]] = (
 )
 
 HEADS = 3
+ON_GRADIENTS = ("zero_grad", "zero_grad in place", "clip", "clip by value", "penalize")
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,14 @@ class Loss:
     Attributes:
         heads: which.
         detached: whether nothing behind the trunk's output is trained.
+        taught: whether the outputs follow those of the average, as a target network.
         by: how its gradients are computed.
         parts: of the batch, whose gradients add up.
     """
 
     heads: tuple[int, ...]
     detached: bool
+    taught: bool
     by: str
     parts: int
 
@@ -51,6 +54,7 @@ class Program:
         optimizers: the kind of each.
         owners: the optimizer of the trunk, then of each head.
         actions: what the step does: a loss, or what with which optimizer.
+        delayed: the action that runs in every second call only, by a counter of the step; ``None`` if all run in each.
         clears: whether all gradients are cleared where it begins, or where it ends.
         activation: between trunk and heads.
     """
@@ -58,6 +62,7 @@ class Program:
     optimizers: tuple[int, ...]
     owners: tuple[int, ...]
     actions: tuple[Loss | tuple[str, int], ...]
+    delayed: int | None
     clears: str
     activation: str
 
@@ -70,15 +75,18 @@ def programs(draw: st.DrawFn) -> Program:
         Loss,
         st.lists(st.integers(0, HEADS - 1), min_size=1, max_size=HEADS, unique=True).map(tuple),
         st.booleans(),
+        st.booleans(),
         st.sampled_from(["backward", "autograd.grad", "backward of two"]),
-        st.integers(1, 2),
+        st.integers(1, 3),
     )
-    others = st.tuples(st.sampled_from(["step", "step", "zero_grad", "clip", "average", "penalize"]), owner)
-    actions = [draw(losses), *draw(st.lists(st.one_of(losses, others), min_size=1, max_size=6))]
+    others = st.tuples(st.sampled_from(["step", "step", "average", *ON_GRADIENTS]), owner)
+    later = st.lists(st.one_of(losses, others), min_size=1, max_size=6)
+    actions = [draw(losses), *draw(later.filter(lambda actions: sum(isinstance(each, Loss) for each in actions) < 4))]
     return Program(
         tuple(kinds),
         tuple(draw(st.lists(owner, min_size=HEADS + 1, max_size=HEADS + 1))),
         (*actions, ("step", draw(owner))),
+        draw(st.none() | st.integers(0, len(actions))),
         draw(st.sampled_from(["first", "last"])),
         draw(st.sampled_from(["relu_", "norm", "dropout"])),
     )
@@ -111,7 +119,10 @@ def made(program: Program) -> tuple[Callable[..., Any], list[Optimizer], nn.Modu
             hidden = trunk(part)
             if loss.detached:
                 hidden = hidden.detach()
-            values = [heads[head](hidden).square().mean() / loss.parts for head in loss.heads]
+            with torch.no_grad():
+                goals = [average[1][head](average[0](part)) if loss.taught else 0.0 for head in loss.heads]
+            outputs = zip(loss.heads, goals, strict=True)
+            values = [(heads[head](hidden) - goal).square().mean() / loss.parts for head, goal in outputs]
             value = torch.stack(values).sum()
             if loss.by == "autograd.grad":
                 for parameter, gradient in zip(
@@ -127,12 +138,18 @@ def made(program: Program) -> tuple[Callable[..., Any], list[Optimizer], nn.Modu
             total = total + value.detach()
         return total
 
+    calls = 0
+
     def update(x: Tensor) -> list[Tensor]:
+        nonlocal calls
+        calls += 1
         results = []
         if program.clears == "first":
             for optimizer in optimizers:
                 optimizer.zero_grad()
-        for action in program.actions:
+        for at, action in enumerate(program.actions):
+            if at == program.delayed and calls % 2:
+                continue
             if isinstance(action, Loss):
                 results.append(differentiate(action, x))
                 continue
@@ -141,6 +158,11 @@ def made(program: Program) -> tuple[Callable[..., Any], list[Optimizer], nn.Modu
                 optimizers[index].step()
             elif what == "zero_grad":
                 optimizers[index].zero_grad()
+            elif what == "zero_grad in place":
+                optimizers[index].zero_grad(set_to_none=False)
+            elif what == "clip by value":
+                if any(parameter.grad is not None for parameter in owned[index]):  # else PyTorch raises
+                    nn.utils.clip_grad_value_(owned[index], 0.05)
             elif what == "clip":
                 nn.utils.clip_grad_norm_(owned[index], 0.1)
             elif what == "penalize":
@@ -164,7 +186,7 @@ def after(program: Program, wrap: Callable[[Any, list[Optimizer]], Any]) -> list
     update, optimizers, modules = made(program)
     step, seen = wrap(update, optimizers), list[Tensor | None]()
     torch.manual_seed(1)
-    for _ in range(4):
+    for _ in range(5):
         seen += [result.detach().clone() for result in step(torch.randn(4, 3, dtype=torch.double))]
         seen += [None if each.grad is None else each.grad.clone() for each in modules.parameters()]
     states = [value for each in optimizers for state in each.state.values() for value in state.values()]
