@@ -6,116 +6,33 @@ does; an error while a step is prepared leaves it to the eager step. Faults of a
 
 from __future__ import annotations
 
-import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import autostream
 from autostream.errors import FusionError
 from autostream.utils.collector import paused
 from tests.alone import run_alone
-from tests.faults import Noisy, Risk, Surroundings, fail_once, out_of_memory
+from tests.faults import Risk, Surroundings, fail_once, out_of_memory
 from tests.semantics import same
+from tests.step_faults import Script, Trainer, X, check_alike, modes, strike_steps
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 QUICK: dict[str, Any] = {"policy": "sequential", "kernels": "eager"}
-X = torch.randn(4, 8, dtype=torch.double, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(autouse=True)
 def _no_risk() -> Iterator[None]:
     yield
     Risk.is_over()
-
-
-class Trainer:
-    """A model, an average that follows it, and the step that trains it; and everything that may go wrong there.
-
-    Args:
-        options: of the step; without them it is the eager one.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        torch.manual_seed(0)
-        self.fails = False
-        self.model = Noisy().double()
-        self.average = copy.deepcopy(self.model).requires_grad_(False)
-        self.adam = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        decorate: Any = autostream.step(optimizers=[self.adam], **options) if options else lambda function: function
-        self.step = decorate(self.update)
-        self._calls = 0
-
-    def update(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        if self.fails:
-            raise ValueError("the user's own")
-        loss.backward()
-        self.adam.step()
-        with torch.no_grad():
-            torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 0.1)
-        self.adam.zero_grad()
-        return loss.detach()
-
-    def call(self, *batch: Any) -> Any:
-        """The step's result, or the error that it raises."""
-        self._calls += 1
-        torch.manual_seed(self._calls)
-        try:
-            return self.step(*batch)
-        except BaseException as error:
-            return type(error), str(error)
-
-    @property
-    def state(self) -> list[Any]:
-        """All that a step may write."""
-        parameters = [*self.model.parameters()]
-        tensors = [*parameters, *self.model.buffers(), *self.average.parameters(), torch.get_rng_state()]
-        states = [dict(self.adam.state.get(parameter, {})) for parameter in parameters]
-        return copy.deepcopy([tensors, [parameter.grad for parameter in parameters], states])
-
-    @property
-    def surroundings(self) -> list[object]:
-        """What a capture changes of optimizers and of PyTorch, until it ends."""
-        from torch._dynamo.side_effects import SideEffects
-        from torch._dynamo.variables import TensorVariable
-
-        return [
-            sorted(vars(self.adam).keys() - {"_opt_called"}),
-            [sorted(vars(parameter)) for parameter in self.model.parameters()],
-            copy.deepcopy([{**group, "params": ()} for group in self.adam.param_groups]),
-            SideEffects.register_hook,
-            TensorVariable._collect_backward_inputs,
-            torch.amp.GradScaler.step,
-            torch.is_anomaly_enabled(),
-            torch._C._is_multithreading_enabled(),
-            torch._C._functorch.maybe_current_level(),
-        ]
-
-
-Script = Sequence[tuple[Any, ...] | Callable[[Trainer], object]]
-
-
-def check_alike(ours: Trainer, eager: Trainer, script: Script = ((X,), (X,))) -> None:
-    """Let both do the same, and compare each outcome and all that it leaves."""
-    for act in script:
-        if callable(act):
-            act(ours), act(eager)
-            continue
-        outcomes, states = zip(*[(each.call(*act), each.state) for each in (ours, eager)], strict=True)
-        same(*outcomes, tolerance=1e-10)
-        same(*states, tolerance=1e-10)
-
-
-def modes(trainer: Trainer) -> list[str]:
-    return [report.mode for report in trainer.step.reports]
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -293,35 +210,7 @@ def test_an_op_that_raises_in_any_of_its_runs_while_a_step_is_prepared(
     monkeypatch.setattr("autostream.tuning.select._ROUNDS", 1)
     monkeypatch.setattr("autostream.tuning.select._MAX_RUNS", 1)
     monkeypatch.setattr("autostream.tuning.select.VARIANTS", 0)
-    struck = 0
-    for run in (1, 2, 4, 7, 12, 20, 33):
-        ours, eager = Trainer(**options), Trainer()
-        check_alike(ours, eager, [GOOD])
-        before, torch_before = ours.state, ours.surroundings
-        Risk.is_at(run, make_fault)
-        with pytest.MonkeyPatch.context() as patch:  # so that what is left to run is the preparation alone
-            patch.setattr(autostream.dispatch.step_graphs.Entry, "run", _is_prepared)
-            patch.setattr(type(ours.step), "eager", _is_prepared)
-            torch.set_rng_state(before[0][-1])
-            with pytest.raises((Prepared, KeyboardInterrupt)) as raised:
-                ours.step(X)
-        strikes, _ = Risk.runs >= run, Risk.is_over()
-        assert (raised.type is KeyboardInterrupt) == (strikes and make_fault is KeyboardInterrupt)
-        same(ours.state, before)
-        assert ours.surroundings == torch_before
-        check_alike(ours, eager)
-        if not strikes:
-            break
-        struck += 1
-    assert struck > 2
-
-
-class Prepared(Exception):  # noqa: N818 - says how far a call has come
-    """The step has been prepared, or refused."""
-
-
-def _is_prepared(*_: Any) -> Any:
-    raise Prepared
+    assert strike_steps(options, make_fault, (1, 2, 4, 7, 12, 20, 33)) > 2
 
 
 def test_kernels_that_do_not_compile_leave_the_ops_that_they_would_fuse(monkeypatch: pytest.MonkeyPatch) -> None:

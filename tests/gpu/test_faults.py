@@ -24,6 +24,7 @@ from tests.faults import Noisy, Quiet, Risk, Surroundings, check_free, check_wor
 from tests.gpu.common import EAGER as ATEN
 from tests.gpu.common import GPU, MIB, reserved_bytes
 from tests.semantics import force_streams
+from tests.step_faults import strike_steps
 
 pytestmark = pytest.mark.gpu
 
@@ -174,6 +175,67 @@ def test_an_op_may_raise_in_a_call_on_streams() -> None:
         check_free(fast)
         check_works(fast, model, x)
     assert [report.mode for report in fast.reports] == ["streams"]
+
+
+# Steps
+
+
+class Large:
+    """A step of a model whose weights, gradients and states take 64 MiB each, and intermediate tensors 16 MiB."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(2048, 2048), nn.Tanh())]
+        self.model = nn.Sequential(*layers).to(GPU)
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+
+    def update(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.sgd.step()
+        self.sgd.zero_grad()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("costs", ["roofline", "measured"])
+@alone
+def test_a_step_runs_with_any_amount_of_memory_that_eager_can_do_with(costs: str) -> None:
+    """Memory runs out while ops are measured, in the warm-up or the capture, or not at all; never in a replay."""
+    x, calls = torch.randn(2048, 2048, device=GPU), 5
+    eager = Large()
+    expected = [eager.update(x).item() for _ in range(calls)]
+    weights = [parameter.detach().cpu() for parameter in eager.model.parameters()]
+    torch.cuda.synchronize()
+    peak, modes = torch.cuda.max_memory_reserved(), []
+    del eager
+    torch.cuda.empty_cache()
+    for spare in (48, 160, 320, 768, 1536, 8192):
+        ours = Large()
+        step = autostream.step(optimizers=[ours.sgd], **{**EAGER, "costs": costs})(ours.update)
+        losses = [step(x).item()]
+        limit(peak + spare * MIB)
+        losses += [step(x).item() for _ in range(calls - 2)]
+        limit(math.inf)
+        losses.append(step(x).item())
+        ends = [parameter.detach().cpu() for parameter in ours.model.parameters()]
+        torch.testing.assert_close((losses, ends), (expected, weights), rtol=1e-4, atol=1e-5)
+        modes += [report.mode for report in step.reports]
+        del ours, step
+        torch.cuda.empty_cache()
+    assert len(modes) == 6
+    assert modes[0] != "cuda graph", modes
+    assert modes[-1] == "cuda graph", modes
+
+
+@pytest.mark.parametrize("fault", ["out_of_memory", "RuntimeError", "KeyboardInterrupt"])
+@alone
+def test_an_op_may_raise_in_any_run_while_its_step_is_compiled(fault: str) -> None:
+    """In the warm-up and in the capture of each candidate, in a forward and in a backward."""
+    make = {"out_of_memory": out_of_memory, "RuntimeError": RuntimeError, "KeyboardInterrupt": KeyboardInterrupt}[fault]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autostream.tuning.select.VARIANTS", 0)
+        options = {"kernels": "eager", "costs": "roofline", **force_streams(patch)}
+        assert strike_steps(options, make, range(1, 60, 3), str(GPU)) >= 3
 
 
 # Other threads, streams and processes
