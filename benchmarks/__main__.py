@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -21,7 +21,8 @@ from autostream.cli.changes import Change
 from benchmarks import result
 from benchmarks.compare import changes
 from benchmarks.harness import table
-from benchmarks.harness.isolation import compare_isolated
+from benchmarks.harness.comparison import Comparison
+from benchmarks.harness.isolation import compare_isolated, with_caches
 from benchmarks.plot import plots
 from benchmarks.result import Result, ResultError
 from benchmarks.stamp import stamp
@@ -85,6 +86,12 @@ def _add_run(commands: Any) -> None:
         "--timeout", type=positive, default=900.0, metavar="SECONDS", help="for one mode of a row (default: 900)"
     )
     run.add_argument(
+        "--caches",
+        type=Path,
+        metavar="FOLDER",
+        help="keep the compilers' caches there, for long compilations; first calls are faster then, as the file says",
+    )
+    run.add_argument(
         "--again",
         action="store_true",
         help="measure also what the file has of another commit, or if it has none of one, all",
@@ -134,6 +141,8 @@ def _run(arguments: argparse.Namespace) -> int:
     found = _begun(arguments)
     end = time.monotonic() + 60 * arguments.minutes
     here = {**stamp(), "timeout_s": arguments.timeout, "modes": list(modes)}
+    if arguments.caches:
+        here["caches"] = "kept"
     tasks, remaining = _tasks(arguments, suite, modes, found, here["commit"]), 0
     result.check_kind(found, here)
     result.save(found, arguments.out)  # before the first row, check that it can be written
@@ -142,7 +151,9 @@ def _run(arguments: argparse.Namespace) -> int:
             if time.monotonic() > end:
                 remaining = sum(not task.retry for task in tasks[done:])
                 break
-            measured = _measured(task, suite, arguments.timeout, bar)
+            make = comparison_of(task.row, suite.device)
+            make = with_caches(arguments.caches, make) if arguments.caches else make
+            measured = _measured(task, make, arguments.timeout, bar)
             found = _added(arguments, task, measured, here)
             if bar.disable:
                 print(_finished(measured), file=sys.stderr)
@@ -260,13 +271,13 @@ def _progress(tasks: Sequence[_Task]) -> Iterator[tuple[_Task, Any]]:
             yield task, bar
 
 
-def _measured(task: _Task, suite: Suite, timeout_s: float, bar: Any) -> dict[str, Any]:
+def _measured(task: _Task, make: Callable[[], Comparison], timeout_s: float, bar: Any) -> dict[str, Any]:
     def note(mode: str) -> None:
         bar.set_postfix_str(mode, refresh=False)
         bar.update(0)  # redraws, at a limited rate
 
     start = time.monotonic()
-    outcome = compare_isolated(comparison_of(task.row, suite.device), task.modes, timeout_s, note)
+    outcome = compare_isolated(make, task.modes, timeout_s, note)
     return {
         **{name: getattr(task.row, name) for name in task.row.__slots__},
         "seconds": round(time.monotonic() - start, 1),

@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -66,6 +67,20 @@ def compare_isolated(
     return outcome
 
 
+def with_caches(folder: Path, make: MakeComparison) -> MakeComparison:
+    """The same comparison, with caches of compilers in a folder, for other runs too; they are empty otherwise."""
+    return partial(_with_caches, folder.absolute(), make)
+
+
+def _with_caches(folder: Path, make: MakeComparison) -> Comparison:
+    _set_caches(folder)
+    return make()
+
+
+def _set_caches(folder: Path) -> None:
+    os.environ |= {name: str(folder / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+
+
 @dataclass(frozen=True, slots=True)
 class _Attempt:
     """The outcome of one process, or the mode that ended it and how."""
@@ -119,7 +134,7 @@ def _child(pipe: Connection, folder: Path, make: MakeComparison, modes: list[str
     # Locks of the spawn context are named and leak when the process is killed; use the default context's.
     multiprocessing.set_start_method(None, force=True)
     # Empty caches: kernels of an earlier comparison would shorten ``first_s``.
-    os.environ |= {name: str(folder / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    _set_caches(folder)
     with (folder / "said").open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

@@ -248,7 +248,7 @@ def test_the_schema_has_what_the_code_writes() -> None:
     assert {"auto", *definitions["schedule"]["properties"]["policy"]["enum"]} == {*get_args(PolicyName)}
     stamps = definitions["stamp"]
     assert {*stamps["required"]} == STAMP.keys() <= stamp().keys() <= stamps["properties"].keys()
-    optional = {*LIBRARIES, "cpu", "threads", "timeout_s", "modes"}
+    optional = {*LIBRARIES, "cpu", "threads", "timeout_s", "modes", "caches"}
     assert stamps["properties"].keys() - STAMP.keys() == optional, "stamps that are older lack these"
     Draft202012Validator(SCHEMA).validate(result.empty("cpu") | {"stamps": [stamp()]})
 

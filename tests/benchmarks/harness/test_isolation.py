@@ -24,7 +24,7 @@ import torch
 from autostream.errors import TargetError
 from benchmarks.harness import isolation
 from benchmarks.harness.comparison import Cell, Comparison, PreparedMode
-from benchmarks.harness.isolation import Outcome, compare_isolated
+from benchmarks.harness.isolation import Outcome, compare_isolated, with_caches
 
 CPU = torch.device("cpu")
 
@@ -90,6 +90,12 @@ def test_a_mode_that_ends_its_process_costs_only_its_own_cell() -> None:
     assert notes[:6] == ["works", "raises", "caches", "exits", "works", "raises"]
     assert set(notes[8:]) == {"works"}
     assert multiprocessing.active_children() == []
+
+
+def test_caches_that_are_asked_for_are_those_of_all_runs(tmp_path: Path) -> None:
+    outcome = compare_isolated(with_caches(tmp_path, by_hand), ["caches"], 60.0)
+    _, caches = statuses(outcome)["caches"][1].split("ValueError: ")
+    assert tmp_path in Path(caches).parents
 
 
 @pytest.mark.parametrize(
