@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from html import escape
+from inspect import getattr_static
 from typing import Any, TypeVar, overload
 
 import torch
@@ -360,11 +361,11 @@ def _subclass(model: type[nn.Module]) -> type[OptimizedModule]:
 def _forward_of(model: type[nn.Module]) -> Callable[..., Any]:
     """What ``torch.fx`` traces, and what ``Trainer`` reads the names of labels from: neither looks at the instance."""
 
-    @wraps(model.forward)
     def forward(self: OptimizedModule, *args: Any, **kwargs: Any) -> Any:
         return self._autostream.model.forward(*args, **kwargs)
 
-    return forward
+    described = getattr_static(model, "forward")  # that of TorchScript's classes can only be read from an instance
+    return wraps(described)(forward) if callable(described) else forward
 
 
 def _special(name: str) -> Callable[..., Any]:

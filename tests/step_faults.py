@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import autostream
+from autostream.dispatch.captured_step import CapturedStep
 from autostream.dispatch.step_functions import StepFunction
-from autostream.dispatch.step_graphs import Entry
 from tests.faults import Noisy, Risk
 from tests.semantics import same
 
@@ -114,7 +114,7 @@ def strike_steps(
         before, surroundings = ours.state, ours.surroundings
         Risk.is_at(run, make_fault)
         with pytest.MonkeyPatch.context() as patch:  # nothing but the preparation runs
-            patch.setattr(Entry, "run", _end)
+            patch.setattr(CapturedStep, "run", _end)
             patch.setattr(StepFunction, "eager", _end)
             with pytest.raises((Prepared, KeyboardInterrupt)) as raised:
                 ours.step(x)

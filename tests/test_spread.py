@@ -44,7 +44,6 @@ def end(run: Run, seed: int) -> End:
     return trained("sac", run, seed, torch.device("cpu"), batch=8, count=12)
 
 
-@pytest.mark.usefixtures("one_thread_for_each_op")
 def test_our_step_is_within_the_spread_of_eager_runs_and_wrong_ones_are_not() -> None:
     eager = [end(lambda subject: subject.update, seed) for seed in range(EAGER_RUNS)]
     assert excess(end(ours, EAGER_RUNS), eager) <= 1

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-import autostream
+from autostream.dispatch.captured_step import CapturedStep
 from autostream.errors import FusionError
 from autostream.utils.collector import paused
 from tests.alone import run_alone
@@ -162,7 +162,7 @@ def test_what_goes_wrong_goes_wrong_as_in_the_eager_step(name: str, caplog: pyte
 # While a step is prepared
 
 STAGES = [
-    "dispatch.step_graphs.capture_step", "frontend.step_capture.capture", "dispatch.step_graphs.trace_step",
+    "dispatch.captured_step.capture_step", "frontend.step_capture.capture", "dispatch.captured_step.trace_step",
     "frontend.steps.update", "frontend.steps.as_program", "tuning.tune.price_program", "tuning.tune.candidates_for",
     "tuning.tune.static_copies", "tuning.tune.undone", "tuning.tune.select", "tuning.select.build",
     "tuning.select.lower", "tuning.select.uncaptured", "dispatch.scheduled_program.Frozen",
@@ -258,10 +258,10 @@ def test_a_graph_that_runs_out_of_memory_is_given_up(is_replay: bool, caplog: py
     ours, eager = Trainer(**QUICK), Trainer()
     check_alike(ours, eager, [GOOD, GOOD] if is_replay else [GOOD])
     if not is_replay:
-        real = autostream.dispatch.step_graphs.Entry.run
+        real = CapturedStep.run
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                autostream.dispatch.step_graphs.Entry,
+                CapturedStep,
                 "run",
                 lambda *args: (Risk.is_at(1, out_of_memory), real(*args))[1],
             )

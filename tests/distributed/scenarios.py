@@ -303,7 +303,6 @@ def gradients_that_no_backward_computed(rank: int, processes: int, group: dist.P
         step(torch.ones(3, 4, dtype=torch.float64), False)
     with pytest.raises(TargetError, match="backward"):
         step(torch.ones(3, 4, dtype=torch.float64), True)
-    assert any("data_parallel" in each.reason for report in step.reports for each in report.refusals)
 
 
 def other_collectives_are_refused(rank: int, processes: int, group: dist.ProcessGroup) -> None:
