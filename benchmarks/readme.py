@@ -30,7 +30,11 @@ from benchmarks.suites import SUITES
 README = Path(__file__).parent.parent / "README.md"
 FOLDER = RESULTS / "h200-torch2.11"
 LATEST = RESULTS / "h100-torch2.11" / "inference.json"
-"""The result in the README."""
+STEPS = RESULTS / "h100-torch2.11" / "steps.json"
+"""The results in the README."""
+
+SHOWN = {"sac": "a SAC step", "dcgan": "a DCGAN step"}
+"""The steps in the README, by workload."""
 
 MODES = {
     "cuda_graph": "eager, captured by hand",
@@ -71,44 +75,56 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _files() -> dict[Path, Callable[[str], str]]:
-    results = {path: json.loads(path.read_text()) for path in (*FOLDER.glob("*.json"), LATEST)}
+    results = {path: json.loads(path.read_text()) for path in (*FOLDER.glob("*.json"), LATEST, STEPS)}
     files: dict[Path, Callable[[str], str]] = {
         path.with_suffix(".md"): lambda before, path=path, result=result: f"{_TABLES.get(path.stem, tables)(result)}\n"  # type: ignore[misc]
         for path, result in results.items()
     }
     quick, rerun = (results[FOLDER / f"{name}.json"] for name in ("quick", "quick-rerun"))
     files[FOLDER / "quick-changes.md"] = lambda before: f"{rerun_table(quick, rerun)}\n"
-    return files | {README: lambda before: with_result(before, results[LATEST])}
+    return files | {README: lambda before: with_result(before, results[LATEST], results[STEPS])}
 
 
-def with_result(readme: str, result: Any) -> str:
-    """The README with the table of the inference suite at batch 1 between its marks.
+def with_result(readme: str, models: Any, steps: Any) -> str:
+    """The README with a table between its marks: the inference suite at batch 1, and some steps.
 
     Example:
-        >>> cells = {mode: {"status": "ok", "call_us": [us] * 3} for mode, us in zip(MODES, (8.0, 4.0, 4.0, 2.0))}
-        >>> rows = [{"workload": "net", "batch": batch, "cells": cells} for batch in (1, 8)]
+        >>> def row(name, batch, *times):
+        ...     cells = {mode: {"status": "ok", "call_us": [us] * 3} for mode, us in zip(reversed(MODES), times)}
+        ...     return {"workload": name, "batch": batch, "cells": cells}
         >>> stamp = {"gpu": "G", "torch": "2.11", "date": "today", "commit": "abc"}
-        >>> result = {"suite": "inference", "stamps": [stamp], "rows": rows}
-        >>> print(with_result("a <!-- inference:begin --> old <!-- inference:end --> b", result))  # doctest: +ELLIPSIS
+        >>> models = {"stamps": [stamp], "rows": [row("net", batch, 2.0, 4.0, 4.0, 8.0) for batch in (1, 8)]}
+        >>> steps = {"stamps": [stamp], "rows": [row("sac", 256, 3.0, 5.0, 9.0)]}
+        >>> print(with_result("a <!-- inference:begin --> old <!-- inference:end --> b", models, steps))
+        ... # doctest: +ELLIPSIS
         a <!-- inference:begin -->
         | µs a call ...
         | net ... 8.0 | ... 4.0 | ... 4.0 | ... 2.0 | ... 2.00× |
+        | a SAC step ... – | ... 9.0 | ... 5.0 | ... 3.0 | ... 3.00× |
         <BLANKLINE>
-        On one G with torch 2.11 (today, commit abc).
+        On one G with torch 2.11 (today, commit abc); steps: today, commit abc.
         <!-- inference:end --> b
     """
     begin, end = "<!-- inference:begin -->", "<!-- inference:end -->"
     head, _, rest = readme.partition(begin)
     _, _, tail = rest.partition(end)
-    lines = []
-    for row in result["rows"]:
-        if row["batch"] == 1:
-            times = [median(row["cells"][mode]["call_us"]) for mode in MODES]
-            lines.append([row["workload"], *(f"{us:,.1f}" for us in times), f"{times[1] / times[-1]:.2f}×"])
+    lines = [_line(row["workload"], row["cells"]) for row in models["rows"] if row["batch"] == 1]
+    trained = [row for row in steps["rows"] if row["workload"] in SHOWN]
+    lines += [_line(SHOWN[row["workload"]], row["cells"]) for row in trained]
     headers = ["µs a call", *MODES.values(), "over reduce-overhead"]
     aligned = ("left", *["right"] * (len(MODES) + 1))
     table = tabulate(lines, headers, tablefmt="github", colalign=aligned, disable_numparse=True)
-    return f"{head}{begin}\n{table}\n\n{_measured(result)}\n{end}{tail}"
+    measured = f"{_measured(models)[:-1]}; steps: {_when(steps, trained)}."
+    return f"{head}{begin}\n{table}\n\n{measured}\n{end}{tail}"
+
+
+def _line(name: str, cells: Any) -> list[str]:
+    """The medians of a row in each mode; – for one in which it was not measured."""
+    times = [median(cells[mode]["call_us"]) if mode in cells else None for mode in MODES]
+    compiled, ours = times[1], times[-1]
+    assert compiled is not None
+    assert ours is not None
+    return [name, *("–" if us is None else f"{us:,.1f}" for us in times), f"{compiled / ours:.2f}×"]
 
 
 def rerun_table(first: Any, second: Any) -> str:
@@ -140,10 +156,13 @@ def tables(result: Any) -> str:
 
 def _measured(result: Any) -> str:
     """Where, when and at which commit."""
-    used = sorted({row.get("stamp", 0) for row in result["rows"]})
-    stamps = "; ".join(f"{stamp['date']}, commit {stamp['commit']}" for stamp in (result["stamps"][n] for n in used))
     first = result["stamps"][0]
-    return f"On one {first['gpu']} with torch {first['torch']} ({stamps})."
+    return f"On one {first['gpu']} with torch {first['torch']} ({_when(result, result['rows'])})."
+
+
+def _when(result: Any, rows: Any) -> str:
+    stamps = [result["stamps"][number] for number in sorted({row.get("stamp", 0) for row in rows})]
+    return "; ".join(dict.fromkeys(f"{stamp['date']}, commit {stamp['commit']}" for stamp in stamps))
 
 
 if __name__ == "__main__":
