@@ -63,6 +63,9 @@ class Trainer:
         parameters = [*self.model.parameters()]
         tensors = [*parameters, *self.model.buffers(), *self.average.parameters(), *_generators()]
         states = [dict(self.adam.state.get(parameter, {})) for parameter in parameters]
+        for state in states:
+            if "step" in state:
+                state["step"] = state["step"].cpu()  # where a graph has read it, it stays on the GPU
         return copy.deepcopy([tensors, [parameter.grad for parameter in parameters], states])
 
     @property

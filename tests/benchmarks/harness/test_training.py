@@ -178,6 +178,42 @@ def test_a_tensor_that_plain_steps_miss_tells_nothing() -> None:
     assert is_right(comparison, "eager")
 
 
+class Balanced(nn.Module):
+    """A weight whose gradient is almost zero, so that rounding decides its sign, and one that has far to go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.near - (1 - 2**-22), self.far - 3]) * x
+
+
+def test_a_tensor_that_rounding_decides_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain step that happens to find the sign is no proof that any other would."""
+
+    def balanced(dtype: torch.dtype) -> TrainingSubject:
+        model, data = Balanced().to(dtype), (torch.ones(2, dtype=dtype), torch.zeros(2, dtype=dtype))
+        return TrainingSubject(model, OPTIMIZERS["adamw"](model.parameters()), data, mean_square)
+
+    def rounding(subject: TrainingSubject) -> training.Step:
+        """As kernels might that compute the weight with another rounding."""
+        step = eager(subject)
+        values = dict(subject.model.named_parameters())
+
+        def call(*data: Tensor) -> Tensor:
+            with torch.no_grad():
+                values["near"].sub_(2**-21 * (values["near"] == 1))
+            return step(*data)
+
+        return call
+
+    monkeypatch.setattr(training, "training_modes_of", lambda device: {"eager": eager, "cheat": rounding})
+    comparison = Training(balanced, torch.float32)
+    assert is_right(comparison, "eager")
+    assert is_right(comparison, "cheat")
+
+
 # Before and after
 
 
