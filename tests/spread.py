@@ -3,10 +3,11 @@
     eager run 1 … eager run k ──▶ distances of each two ──▶ the largest ┐
     our run ──▶ distances to each eager run ──▶ the smallest            ┴─▶ no larger than that?
 
-All runs begin with weights that differ in their last bits, each in its own way, and get the same batches. Were ours one
-more eager run, it would be the one that lies farthest from all others in one of ``k + 1`` cases at most; and where the
-distances of runs are about alike, as in many dimensions, the smallest of its ``k`` would be larger than all others in
-one of C(k(k + 1)/2, k): for five eager runs, 3,003.
+All runs begin with weights that differ in their last bits, each in its own way, are moved by one more such rounding
+after each step, as other kernels would round anew each time, and get the same batches. Were ours one more eager run, it
+would be the one that lies farthest from all others in one of ``k + 1`` cases at most; and where the distances of runs
+are about alike, as in many dimensions, the smallest of its ``k`` would be larger than all others in one of
+C(k(k + 1)/2, k): for five eager runs, 3,003.
 """
 
 from __future__ import annotations
@@ -39,16 +40,22 @@ def trained(
 ) -> End:
     """The end of a run of so many steps on the same sequence of batches, from weights that depend on a seed."""
     subject = prepare_step(STEPS[name], batch, device, torch.float32, random=True)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in subject.modules.parameters():
-            parameter.mul_(1 + OTHER_ROUNDING * torch.randn_like(parameter))
+    rounding = torch.Generator(device).manual_seed(seed)
+    _round_otherwise(subject, OTHER_ROUNDING, rounding)
     run, numbers = as_run(subject), torch.Generator(device).manual_seed(1)
     torch.manual_seed(2)
     for _ in range(count):
         order = torch.randperm(batch, device=device, generator=numbers)
         run(*(tensor[order[: len(tensor)]] for tensor in subject.data))
+        _round_otherwise(subject, torch.finfo(torch.float32).eps, rounding)
     return {name: value.detach().double().cpu() for name, value in subject.modules.state_dict().items()}
+
+
+def _round_otherwise(subject: StepSubject, share: float, generator: torch.Generator) -> None:
+    with torch.no_grad():
+        for parameter in subject.modules.parameters():
+            noise = torch.randn(parameter.shape, device=parameter.device, generator=generator)
+            parameter.mul_(1 + share * noise)
 
 
 def excess(ours: End, eager: Sequence[End]) -> float:
