@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from autostream.costs.interconnects import LOOPBACK, NAMES, Interconnect, interconnect_of
 from autostream.costs.roofline import price
 from autostream.dispatch.step_functions import StepFunction
-from autostream.ir import Candidate, Costs, DeviceProfile, OpGraph
+from autostream.ir import Candidate, Costs, DeviceProfile, Limit, OpGraph
 from autostream.options import Options
 from autostream.reporting.explanation import ERRORS, spread_of
 from autostream.reporting.report import Report
@@ -61,7 +61,7 @@ def scaled(
     for link in _links(of_device, interconnects, graph.device):
         costs = price(graph, of_device, link)
         candidates = candidates_for(Priced(graph, of_device, costs, ()), options, chosen.captured, Stopwatch())
-        runs.append(_run(link, best_of(candidates), graph, costs, of_device, alone_us))
+        runs.append(_run(link, candidates, graph, costs, of_device, alone_us))
     return Scaling(
         step=report.model,
         device=of_device.name,
@@ -90,8 +90,14 @@ def _links(profile: DeviceProfile, names: Sequence[str] | None, device: str) -> 
 
 
 def _run(
-    link: Interconnect, chosen: Candidate, graph: OpGraph, costs: Costs, profile: DeviceProfile, alone_us: float
+    link: Interconnect,
+    candidates: Sequence[Candidate],
+    graph: OpGraph,
+    costs: Costs,
+    profile: DeviceProfile,
+    alone_us: float,
 ) -> Scaled:
+    chosen = best_of(candidates)
     schedule, captured = chosen.schedule, chosen.captured
     spread = spread_of(chosen, one_stream(graph), costs, profile)
     steps_us = [
@@ -108,6 +114,9 @@ def _run(
         efficiency=efficiencies[0],
         efficiency_range=(min(efficiencies), max(efficiencies)),
         streams=schedule.streams,
+        unbudgeted_us=min(
+            (each.predicted_us for each in candidates if each.limit is Limit.BUDGET), default=steps_us[0]
+        ),
     )
 
 

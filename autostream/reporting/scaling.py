@@ -22,6 +22,7 @@ class Scaled:
         efficiency: time of the step in one process, without collectives, by the time of this step.
         efficiency_range: the least and the largest, if collectives alone take longer or shorter by that error.
         streams: of the schedule.
+        unbudgeted_us: time of the step by the fastest schedule if ``memory_budget`` allowed each, µs.
     """
 
     interconnect: str
@@ -32,6 +33,7 @@ class Scaled:
     efficiency: float
     efficiency_range: tuple[float, float]
     streams: int
+    unbudgeted_us: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +81,22 @@ def render(scaling: Scaling) -> str:
             f"{run.efficiency:.1%}",
             f"{run.efficiency_range[0]:.1%} to {run.efficiency_range[1]:.1%}",
             str(run.streams),
+            us(run.unbudgeted_us) if run.unbudgeted_us < run.step_us else "–",
         )
         for run in scaling.runs
     ]
-    head = ("interconnect", "step", "range", "communication", "exposed", "efficiency", "its range", "streams")
-    right = "step range communication exposed efficiency its streams"
+    head = (
+        "interconnect",
+        "step",
+        "range",
+        "communication",
+        "exposed",
+        "efficiency",
+        "its range",
+        "streams",
+        "beyond memory_budget",
+    )
+    right = "step range communication exposed efficiency its streams beyond"
     return "\n\n".join([pairs(summary), table("A step, by what joins the processes", head, rows, right=right)])
 
 

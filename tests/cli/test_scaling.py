@@ -84,6 +84,13 @@ def test_more_processes_and_slower_links_are_less_efficient(capsys: pytest.Captu
     assert not torch.distributed.is_initialized()
 
 
+def test_what_the_memory_budget_costs_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    world = ("--device", "h200", "--world", "8", "--interconnect", "nvlink", "--memory-budget")
+    (within,), (beyond,) = (planned(capsys, "trained", *world, budget)["runs"] for budget in ("1.0", "inf"))
+    assert beyond["step_us"] == beyond["unbudgeted_us"]
+    assert beyond["step_us"] <= within["unbudgeted_us"] < within["step_us"]
+
+
 @pytest.mark.parametrize("step", ["written", "parallel"])
 def test_steps_may_name_the_processes_or_not(capsys: pytest.CaptureFixture[str], step: str) -> None:
     data = planned(capsys, step, "--device", "h200", "--world", "8", "--interconnect", "infiniband")
