@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from autostream.dispatch.replay import LikeCalls
-from autostream.frontend.tree import Structure, flatten, same, tensors_like
+from autostream.frontend.tree import Structure, flatten, same
 from autostream.ir import Decision
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
@@ -74,14 +73,7 @@ class EagerReplay(LikeCalls):
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
         """The tensors of a call if it is such a call; ``None`` where a schedule may be worth trying."""
-        tensors = args if self._flat and not kwargs else tensors_like(self._call, (args, kwargs))
-        alike = (
-            tensors is not None
-            and self._alike(tensors)
-            and torch.is_grad_enabled() is self._recorded
-            and _is_training(self._model) is self._training
-        )
-        return tensors if alike else None
+        return super().fits(args, kwargs) if _is_training(self._model) is self._training else None
 
     def check_guards_first(self) -> None:
         """There are none."""

@@ -11,6 +11,7 @@ replay (the graph writes, generates random numbers, or computes with indices), t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -29,28 +30,19 @@ class GuardFailed(Exception):  # noqa: N818 - a notice between modules, not an e
 
 
 class LikeCalls:
-    """Calls whose inputs have the same structure, metadata and modes as those of an earlier one.
+    """Calls whose inputs have the same structure and metadata as those of an earlier one, and that record gradients too
+    if it did.
 
     Args:
         call: the structure of ``(args, kwargs)``.
         tensors: the tensors in them.
-        holds: a check of objects among ``(args, kwargs)``; ``None`` without such.
-        written: tensors that a call writes besides; none of its inputs may share memory with them.
     """
 
-    def __init__(
-        self,
-        call: Structure,
-        tensors: Sequence[Tensor],
-        holds: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None,
-        written: Sequence[Tensor] | None = None,
-    ) -> None:
-        self._call, self._holds = call, holds
+    def __init__(self, call: Structure, tensors: Sequence[Tensor]) -> None:
+        self._call = call
         args, kwargs = call.children or ()
         self._flat = all(child is TENSOR for child in args.children or ()) and not kwargs.children
         self._alike = metadata_check(tensors)
-        self._one = len(tensors) == 1 and written is None
-        self._storages = frozenset(map(storage_of, written or ()))
         self._recorded = torch.is_grad_enabled()
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
@@ -59,20 +51,14 @@ class LikeCalls:
             tensors: Sequence[Tensor] | None = None if kwargs else args
         else:
             tensors = tensors_like(self._call, (args, kwargs))
-        alike = (
-            tensors is not None
-            and self._alike(tensors)
-            and torch.is_grad_enabled() is self._recorded
-            and not unusual_call()
-            and (self._one or self._apart(tensors))
-            and (self._holds is None or self._holds(args, kwargs))
-        )
+        alike = tensors is not None and self._alike(tensors) and torch.is_grad_enabled() is self._recorded
         return tensors if alike else None
 
-    def _apart(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether no two tensors share memory, and none with those that a call writes."""
-        storages = set(map(storage_of, tensors))
-        return len(storages) == len(tensors) and self._storages.isdisjoint(storages)
+
+def are_apart(tensors: Sequence[Tensor], others: AbstractSet[int]) -> bool:
+    """Whether no two tensors share memory, and none has one of these other storages."""
+    storages = set(map(storage_of, tensors))
+    return len(storages) == len(tensors) and others.isdisjoint(storages)
 
 
 class Replay(LikeCalls):
@@ -111,8 +97,10 @@ class Replay(LikeCalls):
         guards_first: bool,
         writes: bool,
     ) -> None:
-        super().__init__(call, tensors, holds, held if writes else None)
-        self._launch, self._held = launch, list(held)
+        super().__init__(call, tensors)
+        self._launch, self._held, self._holds = launch, list(held), holds
+        self._alone = len(tensors) == 1 and not writes
+        self._written = frozenset(map(storage_of, held if writes else ()))
         self._unmoved = Layouts(held, whole=GUARDS_SKIP_WEIGHTS).unchanged
         self._structure, self._sources = returned
         self._single = self._structure is TENSOR and list(self._sources) == [0]
@@ -122,6 +110,17 @@ class Replay(LikeCalls):
         self.repeatable = not writes
         self.held = frozenset(map(id, held))
         self.objects = objects_in(call)
+
+    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
+        """The tensors of a call if the graph may compute it; else ``None``."""
+        tensors = super().fits(args, kwargs)
+        fits = (
+            tensors is not None
+            and not unusual_call()
+            and (self._alone or are_apart(tensors, self._written))
+            and (self._holds is None or self._holds(args, kwargs))
+        )
+        return tensors if fits else None
 
     @property
     def is_in_place(self) -> bool:

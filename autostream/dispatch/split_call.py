@@ -70,7 +70,8 @@ class SplitCall:
             replace(report, ended=ended) for graphs, ended in self._graphs for report in reports_of_graph(model, graphs)
         )
         mode = "graph breaks" if self._graphs else "plain" if self._called else "not run yet"
-        refusals = tuple(self._refusals.values())
+        notes = (self.beside_model,) if self.beside_model else ()
+        refusals = (*notes, *self._refusals.values())
         return (Report(model, self.label, mode, refusals=refusals, versions=versions(), parts=parts),)
 
     def _refuse(self, reason: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from autostream.dispatch.captured_step import CapturedStep
+from autostream.dispatch.replay import LikeCalls, are_apart
 from autostream.dispatch.scheduled_program import NoSchedule
 from autostream.dispatch.step_calls import Call, WrittenStep, circumstances
 from autostream.errors import TraceError
@@ -25,15 +26,15 @@ from autostream.frontend.eager_only import unusual_call
 from autostream.frontend.optimizers import obstacle
 from autostream.frontend.parameters import have_hooks, leave_no_gradients
 from autostream.frontend.settings import watch_unguarded
-from autostream.frontend.tree import TENSOR, Structure, flatten, shares_containers, tensors_like, unflatten
+from autostream.frontend.tree import TENSOR, Structure, flatten, shares_containers, unflatten
 from autostream.options import Options
-from autostream.runtime.layouts import Layouts, metadata_check
+from autostream.runtime.layouts import Layouts
 from autostream.runtime.partial_call import PartialCall
 from autostream.runtime.writes import SameEntries
 from autostream.utils.storages import storage_of
 
 
-class StepReplay:
+class StepReplay(LikeCalls):
     """Checks whether a step is like an earlier one, and runs it.
 
     Args:
@@ -54,6 +55,7 @@ class StepReplay:
     def __init__(
         self, step: WrittenStep, entry: CapturedStep, call: Call, inputs: Sequence[Tensor], options: Options
     ) -> None:
+        super().__init__(call.key.structure, call.tensors)
         scheduled, arguments = entry.scheduled, entry.traced.arguments(inputs, call.updates)
         place = scheduled.reading(arguments)
         if scheduled.detached or (scheduled.captured is not None and place is None):
@@ -68,11 +70,8 @@ class StepReplay:
         self._held = [argument for argument, at in zip(arguments, positions, strict=True) if at is None]
         self._launch = PartialCall(scheduled, place, self._held, positions, len(call.tensors))
         self._unmoved = Layouts(self._held, whole=True).unchanged
-        self._structure = flatten((call.args, call.kwargs))[1]
-        self._only_tensors = not call.kwargs and all(isinstance(value, Tensor) for value in call.args)
-        self._alike = metadata_check(call.tensors)
         self._storages = frozenset(map(storage_of, self._held))
-        if not self._are_disjoint(call.tensors):
+        if not are_apart(call.tensors, self._storages):
             raise NoSchedule("arguments share memory")
         self._same_numerics = watch_unguarded()
         self._optimizers, self._updated = step.optimizers, step.updated
@@ -95,12 +94,10 @@ class StepReplay:
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
         """The tensors in the arguments if the step is like the earlier one, else ``None``."""
-        flat = self._only_tensors and not kwargs
-        tensors: Sequence[Tensor] | None = args if flat else tensors_like(self._structure, (args, kwargs))
+        tensors = super().fits(args, kwargs)
         as_it_was = (
             tensors is not None
-            and self._alike(tensors)
-            and self._are_disjoint(tensors)
+            and are_apart(tensors, self._storages)
             and not any(map(_REQUIRES_GRADIENTS, tensors))
             and not unusual_call()
             and all(hyperparameters.same() for hyperparameters, _ in self._hyperparameters)
@@ -143,11 +140,6 @@ class StepReplay:
     def is_current(self) -> bool:
         """Whether the step still has the tensors that it reads besides its arguments."""
         return self._same_objects() and bool(self._unmoved())
-
-    def _are_disjoint(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether tensors share no memory with each other, nor with anything else that the step reads."""
-        storages = set(map(storage_of, tensors))
-        return len(storages) == len(tensors) and self._storages.isdisjoint(storages)
 
     def _same_objects(self) -> bool:
         """Whether the optimizers have the same parameters and state, which Dynamo does not guard.
