@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autostream
 from autostream.tuning import beside_model
-from tests.semantics import same
+from tests.semantics import force_streams, same
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -97,7 +97,7 @@ def test_each_signature_is_measured(clock: Clock) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{"policy": "sequential"}, {"policy": "critical_path"}, {"strict": True}])
-def test_who_asks_for_a_schedule_has_it(clock: Clock, options: dict[str, Any]) -> None:
+def test_an_option_that_asks_for_a_schedule_keeps_it(clock: Clock, options: dict[str, Any]) -> None:
     fast = autostream.optimize(Net(), **options)
     fast(x())
     assert fast.reports[0].mode == "one stream"
@@ -130,11 +130,14 @@ def writes_its_input(net: Net, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("times", [(10.0, 20.0), (20.0, 10.0)])
-@pytest.mark.parametrize("forward", [draws, counts, appends, prints, writes_its_input])
+@pytest.mark.parametrize(
+    ("forward", "timed"),
+    [(draws, True), (counts, False), (appends, False), (prints, False), (writes_its_input, True)],
+)
 def test_no_run_too_many_is_seen(
-    clock: Clock, times: tuple[float, float], forward: Any, capsys: pytest.CaptureFixture[str]
+    clock: Clock, times: tuple[float, float], forward: Any, timed: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither in state and random numbers, nor in what Python does."""
+    """Neither in state and random numbers, nor in what Python does: what would show a run more runs as it is."""
     clock(*times)
 
     def run(call: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], str]:
@@ -145,22 +148,32 @@ def test_no_run_too_many_is_seen(
 
     plain, model = Net(forward), Net(forward)
     expected, printed = run(plain)
-    outputs, also_printed = run(autostream.optimize(model))
+    fast = autostream.optimize(model)
+    outputs, also_printed = run(fast)
     for output, value in zip(outputs, expected, strict=True):
         same(output, value)
     for name, value in plain.state_dict().items():
         same(model.state_dict()[name], value)
     assert (model.runs, model.seen, also_printed) == (plain.runs, plain.seen, printed)
+    assert fast.reports[0].mode == ("one stream" if timed and times[0] > times[1] else "plain")
+    assert timed != reason(fast).endswith("on one stream there is nothing to gain on a CPU")
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("forward", [counts, appends, prints])
-def test_what_cannot_be_timed_runs_as_it_is_on_one_stream(clock: Clock, forward: Any) -> None:
-    clock(20.0, 10.0)
-    fast = autostream.optimize(Net(forward))
-    fast(x())
-    assert fast.reports[0].mode == "plain"
-    assert reason(fast).endswith("on one stream there is nothing to gain on a CPU")
+def test_a_model_that_is_split_runs_over_streams_where_these_were_faster_than_one(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def splits(net: Net, x: Tensor) -> Tensor:
+        y = net.linear(x).relu() + net.linear(-x).tanh()
+        print()
+        return y
+
+    over_streams = {**force_streams(monkeypatch), "policy": "auto"}
+    fast = autostream.optimize(Net(splits), **over_streams)
+    same(fast(x()), Net(splits)(x()))
+    assert fast.reports[0].mode == "graph breaks"
+    assert reason(fast).endswith("several streams are faster than one")
+    assert "several streams are faster than one" in autostream.explain(fast)
 
 
 @torch.no_grad()
