@@ -520,7 +520,7 @@ def test_what_python_reads_is_guarded() -> None:
 
 
 def test_with_guards_of_inputs_only_arguments_and_rates_count() -> None:
-    """What the step's Python reads is as it was, whatever becomes of it: nobody looks."""
+    """What else the step's Python reads is taken to be as it was at the capture."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer, scale = torch.optim.SGD(model.parameters(), lr=0.5), [2.0]

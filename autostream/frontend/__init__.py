@@ -15,7 +15,10 @@ File                   Interface                                          Where 
 ..                     ``InstructionTranslator.current_tx``: effects      a ``TraceError`` names it
 ..                     ``get_compile_id``, ``compile_context``            a ``TraceError`` names it
 ..                     ``fx.Node._dynamo_source``: origin of an input     a ``TraceError`` names it
-``counters.py``        ``AttrSource``: how Dynamo writes an attribute     a ``TraceError`` names it
+``counters.py``        ``torch.compiler.config.dynamic_sources``          a ``TraceError`` names it
+..                     ``AttrSource``: how Dynamo writes an attribute     a ``TraceError`` names it
+..                     ``source`` and ``value`` of Dynamo's variables     a ``TraceError`` names it
+..                     ``originating_source`` of guards                   a ``TraceError`` names it
 ``guards.py``          ``CheckFunctionManager``: builds guards            a ``TraceError`` names it
 ..                     ``add_id_match_guard``: identities of weights      a ``TraceError`` names it
 ..                     ``mark_tag_safe_root``: guards that are skipped    none is skipped: checks are slower

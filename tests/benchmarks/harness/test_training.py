@@ -219,7 +219,7 @@ def test_a_tensor_that_rounding_decides_tells_nothing(monkeypatch: pytest.Monkey
 
 @pytest.mark.gpu
 def test_no_mode_pays_for_the_products_of_those_who_looked_at_its_subject() -> None:
-    """The step has none itself; cuBLAS takes a workspace of 8 MiB at least for whoever multiplies."""
+    """The step has none itself; cuBLAS takes a workspace of 8 MiB at least for any product."""
 
     def make(dtype: torch.dtype) -> TrainingSubject:
         made = subject(device="cuda:0", dtype=dtype)

@@ -67,7 +67,7 @@ def test_hostile_names_are_text(visit: Visit, tmp_path: Path) -> None:
 
 
 def test_pieces_are_told_of_and_each_is_looked_at_by_itself(visit: Visit, tmp_path: Path) -> None:
-    """14 of 21 µs are the first part's, and captured; the second runs as it is, and nobody knows how long."""
+    """14 of 21 µs are the first part's, and captured; the second runs as it is, for an unknown time."""
     visit.open(render(SPLIT), tmp_path / "split.html")
     assert "67 % of the time of its parts" in visit.text("#facts")
     assert [row.inner_text().split("\t") for row in visit.page.locator("#parts tbody tr").all()] == [
