@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -152,7 +153,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 remaining = sum(not task.retry for task in tasks[done:])
                 break
             make = comparison_of(task.row, suite.device)
-            make = with_caches(arguments.caches, make) if arguments.caches else make
+            make = partial(with_caches, arguments.caches, make) if arguments.caches else make
             measured = _measured(task, make, arguments.timeout, bar)
             found = _added(arguments, task, measured, here)
             if bar.disable:

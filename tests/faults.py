@@ -153,6 +153,11 @@ def check_works(fast: nn.Module, model: nn.Module, x: Tensor) -> None:
         states[0].check(state)
 
 
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged of autostream's."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("autostream")]
+
+
 def fail_once(monkeypatch: pytest.MonkeyPatch, stage: str, fault: BaseException) -> list[BaseException]:
     """Let the next call of a stage raise; returns a list with the error until it is raised."""
     due = [fault]

@@ -30,6 +30,7 @@ from tests.faults import (
     check_free,
     check_works,
     fail_once,
+    messages,
     out_of_memory,
     risky,
     strike,
@@ -47,10 +48,6 @@ MakeFault = Callable[[], BaseException]
 def _no_risk() -> Iterator[None]:
     yield
     Risk.is_over()
-
-
-def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name.startswith("autostream")]
 
 
 # While a model is prepared

@@ -567,16 +567,6 @@ def test_a_bound_method_is_scheduled_and_a_method_of_a_class_is_refused() -> Non
         trainer.update(torch.ones(2))
 
 
-def test_an_error_of_the_step_is_the_users_and_leaves_its_optimizer_as_it_was() -> None:
-    update, model, optimizer = small()
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        update(torch.ones(2, 5))
-    assert "step" not in vars(optimizer)
-    assert "zero_grad" not in vars(optimizer)
-    update(torch.ones(2, 3))
-    assert model.weight.grad is None
-
-
 def test_bad_arguments_are_refused_by_name() -> None:
     weight = nn.Parameter(torch.ones(2))
     sgd = torch.optim.SGD([weight], lr=0.1)

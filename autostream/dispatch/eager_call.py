@@ -61,11 +61,9 @@ class EagerReplay(LikeCalls):
     Attributes:
         repeatable: always false: an error of the model is the user's.
         is_in_place: always true: it holds no memory of the model.
-        held: ids of the model's tensors that it holds: none.
     """
 
     repeatable, is_in_place = False, True
-    held = frozenset[int]()
 
     def __init__(self, model: nn.Module, call: Structure, tensors: Sequence[Tensor]) -> None:
         super().__init__(call, tensors)

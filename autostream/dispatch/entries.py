@@ -35,8 +35,8 @@ from autostream.utils.logs import Log
 
 log = Log(__name__)
 
-
 Entry = CapturedCall | SplitCall | EagerCall
+"""Runs the calls of one signature, if its guards hold."""
 
 
 def new_entry(
@@ -47,7 +47,7 @@ def new_entry(
     kwargs: dict[str, Any],
     known: Iterable[CompiledGraph],
 ) -> Entry | str:
-    """Capture a call; or the reason why it has to be a later one.
+    """Capture a call: what runs it and calls like it, or the reason why only a later one can be captured.
 
     Args:
         model: the module that is called.

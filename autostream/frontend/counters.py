@@ -22,6 +22,7 @@ from autostream.errors import TraceError
 from autostream.frontend.guards import source_name
 
 Run = Callable[..., Sequence[Any]]
+"""Runs a graph: takes and returns flat values."""
 
 
 def dynamic(sources: Iterable[str]) -> AbstractContextManager[Any]:

@@ -9,7 +9,6 @@ import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -67,18 +66,14 @@ def compare_isolated(
     return outcome
 
 
-def with_caches(folder: Path, make: MakeComparison) -> MakeComparison:
+def with_caches(folder: Path, make: MakeComparison) -> Comparison:
     """The same comparison, with caches of compilers in a folder, for other runs too; they are empty otherwise."""
-    return partial(_with_caches, folder.absolute(), make)
-
-
-def _with_caches(folder: Path, make: MakeComparison) -> Comparison:
     _set_caches(folder)
     return make()
 
 
 def _set_caches(folder: Path) -> None:
-    os.environ |= {name: str(folder / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    os.environ |= {name: str(folder.absolute() / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
 
 
 @dataclass(frozen=True, slots=True)

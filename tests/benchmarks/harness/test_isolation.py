@@ -93,7 +93,7 @@ def test_a_mode_that_ends_its_process_costs_only_its_own_cell() -> None:
 
 
 def test_caches_that_are_asked_for_are_those_of_all_runs(tmp_path: Path) -> None:
-    outcome = compare_isolated(with_caches(tmp_path, by_hand), ["caches"], 60.0)
+    outcome = compare_isolated(partial(with_caches, tmp_path, by_hand), ["caches"], 60.0)
     _, caches = statuses(outcome)["caches"][1].split("ValueError: ")
     assert tmp_path in Path(caches).parents
 
