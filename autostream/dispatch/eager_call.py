@@ -71,7 +71,7 @@ class EagerReplay(LikeCalls):
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
         """The tensors of a call if it is such a call; ``None`` where a schedule may be worth trying."""
-        return super().fits(args, kwargs) if _is_training(self._model) is self._training else None
+        return self.tensors_of(args, kwargs) if _is_training(self._model) is self._training else None
 
     def check_guards_first(self) -> None:
         """There are none."""

@@ -10,8 +10,7 @@ replay (the graph writes, generates random numbers, or computes with indices), t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -45,8 +44,8 @@ class LikeCalls:
         self._alike = metadata_check(tensors)
         self._recorded = torch.is_grad_enabled()
 
-    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
-        """The tensors of a call if it is such a call; else ``None``."""
+    def tensors_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
+        """The tensors of a call if it is like the earlier one; else ``None``."""
         if self._flat:
             tensors: Sequence[Tensor] | None = None if kwargs else args
         else:
@@ -55,7 +54,7 @@ class LikeCalls:
         return tensors if alike else None
 
 
-def are_apart(tensors: Sequence[Tensor], others: AbstractSet[int]) -> bool:
+def are_apart(tensors: Sequence[Tensor], others: Set[int]) -> bool:
     """Whether no two tensors share memory, and none has one of these other storages."""
     storages = set(map(storage_of, tensors))
     return len(storages) == len(tensors) and others.isdisjoint(storages)
@@ -113,7 +112,7 @@ class Replay(LikeCalls):
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
         """The tensors of a call if the graph may compute it; else ``None``."""
-        tensors = super().fits(args, kwargs)
+        tensors = self.tensors_of(args, kwargs)
         fits = (
             tensors is not None
             and not unusual_call()

@@ -94,7 +94,7 @@ class StepReplay(LikeCalls):
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
         """The tensors in the arguments if the step is like the earlier one, else ``None``."""
-        tensors = super().fits(args, kwargs)
+        tensors = self.tensors_of(args, kwargs)
         as_it_was = (
             tensors is not None
             and are_apart(tensors, self._storages)
