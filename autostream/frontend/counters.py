@@ -9,6 +9,7 @@ Dynamo guards an integer by its value, so that each call would be another graph.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -100,7 +101,8 @@ def apart(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Numbers | No
         ``None`` if it takes no numbers.
 
     Raises:
-        TraceError: a tensor depends on one of them. The graph has not changed.
+        TraceError: a tensor depends on one of them, or what is computed from them may fail at other numbers: then the
+            graph would have run, and Python would not have counted. The graph has not changed.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     taken = tuple(at for at, value in enumerate(example_inputs) if not isinstance(value, Tensor))
@@ -110,9 +112,7 @@ def apart(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Numbers | No
     depends = dict.fromkeys(inputs)
     for node in module.graph.nodes:
         if node.op != "output" and not depends.keys().isdisjoint(node.all_input_nodes):
-            if not isinstance(node.meta.get("example_value"), _NUMBERS) or not depends.keys() >= {
-                *node.all_input_nodes
-            }:
+            if not _never_fails(node) or not depends.keys() >= {*node.all_input_nodes}:
                 raise TraceError(f"the graph takes a number, {inputs[0].name}: pass it as a tensor")
             depends[node] = None
     output = module.graph.output_node()
@@ -129,4 +129,24 @@ def apart(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Numbers | No
     return Numbers(taken, returned, fx.GraphModule(module, graph).forward)
 
 
-_NUMBERS = (int, torch.SymInt, torch.SymBool, torch.SymFloat)
+def _never_fails(node: fx.Node) -> bool:
+    """Whether a node computes a number, and does so from any numbers."""
+    if not isinstance(node.meta.get("example_value"), int | torch.SymInt | torch.SymBool):
+        return False
+    if node.target in _DIVISIONS:
+        return isinstance(node.args[1], int) and node.args[1] != 0
+    if node.target is operator.pow:
+        return isinstance(node.args[1], int) and node.args[1] >= 0
+    return node.target in _TOTAL
+
+
+_DIVISIONS = frozenset({operator.floordiv, operator.mod})
+
+_ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.neg, operator.pos, operator.abs, abs}
+
+_LOGIC = {operator.and_, operator.or_, operator.xor, operator.invert, operator.not_, torch.sym_not}
+
+_COMPARISONS = {operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne}
+
+_TOTAL = frozenset({*_ARITHMETIC, *_LOGIC, *_COMPARISONS, torch.sym_min, torch.sym_max, torch.sym_int})
+"""Functions of integers that fail at none."""

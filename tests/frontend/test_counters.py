@@ -89,3 +89,41 @@ def test_one_graph_serves_all_values_that_python_treats_alike(forward: Any, grap
 def test_a_number_that_tensors_depend_on_is_a_part_of_the_graph() -> None:
     modes = check(computes_with_it, calls=3)
     assert modes == ["one stream"] * 3
+
+
+def divides_by_it(net: Net, x: Tensor, table: Table) -> Tensor:
+    net.steps += 1
+    table.scale = 12 // (net.steps - 4)
+    table.rows.add_(1)
+    return net.linear(x)
+
+
+def takes_the_rest_by_it(net: Net, x: Tensor, table: Table) -> Tensor:
+    net.steps += 1
+    table.scale = 12 % (net.steps - 4)
+    return net.linear(x)
+
+
+def raises_to_it(net: Net, x: Tensor, table: Table) -> Tensor:
+    net.steps += 1
+    table.scale = (net.steps - 4) ** (2 - net.steps)
+    return net.linear(x)
+
+
+@pytest.mark.parametrize("forward", [divides_by_it, takes_the_rest_by_it, raises_to_it])
+def test_what_fails_at_one_number_has_counted_and_written_as_the_model_has(forward: Any) -> None:
+    model, plain, tables = Net(forward), Net(forward), (Table(), Table())
+    fast = autostream.optimize(model)
+
+    def outcome(call: Any, table: Table) -> Any:
+        try:
+            return call(torch.ones(2, 4), table)
+        except ZeroDivisionError as error:
+            return str(error)
+
+    with torch.no_grad():
+        for _ in range(8):
+            same(outcome(fast, tables[0]), outcome(plain, tables[1]))
+            same(tables[0].rows, tables[1].rows)
+            assert (model.steps, tables[0].scale) == (plain.steps, tables[1].scale)
+    assert model.steps == 8
