@@ -182,6 +182,36 @@ def test_a_model_that_is_split_runs_over_streams_where_these_were_faster_than_on
     assert "several streams are faster than one" in autostream.explain(fast)
 
 
+def counts_if_not_compiled(net: Net, x: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling():
+        net.runs += 1
+    return net.linear(x)
+
+
+def logs(net: Net, x: Tensor) -> Tensor:
+    note(net)
+    return net.linear(x)
+
+
+def note(net: Net) -> None:
+    net.runs += 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("forward", [counts_if_not_compiled, logs])
+def test_what_a_model_does_only_where_it_is_not_compiled_is_done_once_a_call_at_most(
+    clock: Clock, forward: Any
+) -> None:
+    """Dynamo does not see it: the model asks whether it is compiled, or Dynamo was told to leave a function out."""
+    model = Net(forward)
+    fast = autostream.optimize(model)
+    config: Any = torch._dynamo.config
+    with config.patch(ignore_logging_functions={note} if forward is logs else set()):
+        for calls in range(1, 4):
+            same(fast(x()), Net()(x()))
+            assert model.runs <= calls
+
+
 @torch.no_grad()
 def test_a_schedule_stays_where_the_model_can_run_once_only(clock: Clock) -> None:
     """As a cache that is full after the call."""

@@ -109,7 +109,9 @@ class CapturedCall:
             kwargs: the keyword arguments.
         """
         captured, compiled = self.captured, self.compiled
-        if captured.effects or captured.kept or compiled is None or not self.guards(model, args, kwargs):
+        if captured.effects or captured.kept or captured.does_more or compiled is None:
+            return None
+        if not self.guards(model, args, kwargs):
             return None  # where a run makes a guard fail, the next one would do something else
         values = captured.graph_inputs(model, args, kwargs)
         signature = compiled.signature(values)

@@ -13,6 +13,7 @@ File                   Interface                                          Where 
 =====================  =================================================  ==============================================
 ``capture.py``         ``convert_frame.compile_frame`` and its output     a ``TraceError`` names it
 ..                     ``InstructionTranslator.current_tx``: effects      a ``TraceError`` names it
+..                     ``inconsistent_side_effects`` of a trace           no run of the model more than the user's
 ..                     ``get_compile_id``, ``compile_context``            a ``TraceError`` names it
 ..                     ``fx.Node._dynamo_source``: origin of an input     a ``TraceError`` names it
 ``counters.py``        ``torch.compiler.config.dynamic_sources``          a ``TraceError`` names it

@@ -30,7 +30,7 @@ from autostream.frontend.attention_masks import simplify_masks
 from autostream.frontend.counters import apart, counters_in, dynamic, guarded_among
 from autostream.frontend.distributions import arguments_not_checked, is_default_of_checks
 from autostream.frontend.dropouts import drop_idle_dropouts
-from autostream.frontend.dynamo import compiling, errors_not_logged, timed
+from autostream.frontend.dynamo import compiling, errors_not_logged, leaves_out_functions, timed
 from autostream.frontend.guards import (
     Guards,
     Values,
@@ -102,6 +102,8 @@ class Capture:
         leaves_gradients: whether it sets the ``.grad`` of a tensor to a tensor.
         kept: the outputs of ``module`` that it leaves in attributes of its arguments, by index, such as the tensors
             that a cache is made of in its first use.
+        does_more: whether the model itself may do more than what was traced: it asks whether it is compiled, or calls a
+            function that Dynamo has been told to leave out or to move.
         changed: with ``unguarded``, each object that the call changes, and the steps by which it reaches it
             (``guards.Values.steps_to``).
     """
@@ -116,6 +118,7 @@ class Capture:
     effects: bool = False
     leaves_gradients: bool = False
     kept: tuple[int, ...] = ()
+    does_more: bool = False
     changed: tuple[tuple[object, str], ...] = ()
 
     def graph_inputs(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -231,6 +234,7 @@ def capture(
             effects=effects.others,
             leaves_gradients=effects.leaves_gradients,
             kept=tuple(at for at, result in enumerate(results) if getattr(result, "name", "") in effects.kept),
+            does_more=effects.does_more,
             changed=changed,
         )
     except (ImportError, AttributeError) as error:  # PyTorch lacks a private interface
@@ -337,6 +341,7 @@ class _Effects:
         kept: names of the graph's nodes that it assigns to attributes of arguments.
         sources: of the objects that it changes.
         counters: sources of the attributes that it assigns integers to.
+        does_more: whether the model itself may have more of them.
     """
 
     stores: tuple[tuple[Any, str, Any], ...]
@@ -345,6 +350,7 @@ class _Effects:
     kept: tuple[str, ...]
     sources: tuple[Any, ...]
     counters: tuple[str, ...]
+    does_more: bool
 
 
 def _side_effects() -> _Effects:
@@ -353,7 +359,8 @@ def _side_effects() -> _Effects:
     from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
-    output_graph: Any = InstructionTranslator.current_tx().output
+    translator: Any = InstructionTranslator.current_tx()
+    output_graph = translator.output
     effects = output_graph.side_effects
     changed = [
         item
@@ -372,15 +379,16 @@ def _side_effects() -> _Effects:
         if isinstance(value, TensorVariable)
     )
     counters = counters_in({item: effects.store_attr_mutations.get(item, {}) for item in changed})
+    does_more = getattr(translator, "inconsistent_side_effects", True) or leaves_out_functions()
     for item in changed:
         attributes = effects.store_attr_mutations.get(item)
         constants = None if attributes is None else _constants(attributes)
         is_container = isinstance(vars(item).get("value"), list | dict | set | tuple)
         if constants is None or item.source is None or is_container or is_argument(item.source):
-            return _Effects((), True, leaves_gradients, kept, sources, counters)
+            return _Effects((), True, leaves_gradients, kept, sources, counters, does_more)
         stores += [(item.source, name, value) for name, value in constants.items()]
     others = bool(effects.tensor_hooks or effects.save_for_backward)
-    return _Effects(tuple(stores), others, leaves_gradients, kept, sources, counters)
+    return _Effects(tuple(stores), others, leaves_gradients, kept, sources, counters, does_more)
 
 
 def _constants(attributes: Mapping[str, Any]) -> dict[str, Any] | None:

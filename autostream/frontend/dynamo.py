@@ -80,6 +80,13 @@ def configured(**settings: Any) -> AbstractContextManager[Any]:
     return patched
 
 
+def leaves_out_functions() -> bool:
+    """Whether the user lets Dynamo leave out calls of some functions that print or log, or move them."""
+    from torch._dynamo import config
+
+    return any(getattr(config, f"{kind}_logging_functions", ()) for kind in ("ignore", "reorderable"))
+
+
 def compile_lock() -> AbstractContextManager[Any]:
     """Dynamo's lock: Dynamo, its tracers and Inductor change state that all threads see."""
     lock: AbstractContextManager[Any] = getattr(torch._dynamo.convert_frame, "compile_lock", None) or nullcontext()

@@ -56,4 +56,4 @@ def without_trial(report: Report) -> Decision:
     return Decision("", "plain", f"{_NO_TRIAL}, and on one stream there is nothing to gain on a CPU")
 
 
-_NO_TRIAL = "it cannot be timed beside the model itself, whose Python has effects that a run more would repeat"
+_NO_TRIAL = "it cannot be timed beside the model itself, whose Python may have effects that a run more would repeat"
