@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -210,6 +211,17 @@ def test_what_a_model_does_only_where_it_is_not_compiled_is_done_once_a_call_at_
         for calls in range(1, 4):
             same(fast(x()), Net()(x()))
             assert model.runs <= calls
+
+
+@torch.no_grad()
+def test_a_warning_is_given_once_a_call_at_most(clock: Clock) -> None:
+    """Dynamo leaves out those that PyTorch's own functions give."""
+    fast = autostream.optimize(Net(lambda net, x: nn.functional.softmax(x)))
+    with warnings.catch_warnings(record=True, action="always") as given:
+        for calls in range(1, 4):
+            fast(x())
+            assert len(given) <= calls
+    assert {str(each.message)[:25] for each in given} == {"Implicit dimension choice"}
 
 
 @torch.no_grad()

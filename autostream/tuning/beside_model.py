@@ -6,6 +6,7 @@ kernels, such as those of an LSTM, for what is many ops in a graph. So the clock
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 from autostream.errors import first_line
@@ -39,7 +40,8 @@ def beside_model(model: Callable[[], object], scheduled: Callable[[], object], r
         restore: restores what either writes.
     """
     try:
-        own_us, scheduled_us = interleaved([call_timer(run, restore) for run in (model, scheduled)])
+        with warnings.catch_warnings(action="ignore"):  # the model's own, which PyTorch's functions give in each run
+            own_us, scheduled_us = interleaved([call_timer(run, restore) for run in (model, scheduled)])
     except Exception as error:  # as where each run fills one more place of a cache
         return Decision("", "not plain", f"it cannot be timed beside the model itself: {first_line(error)}")
     times = f"a call takes {scheduled_us:,.1f} µs as scheduled"
