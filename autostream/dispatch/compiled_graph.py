@@ -170,15 +170,18 @@ class CompiledGraph(SharingCallable):
         admission = self._admission
         with self._lock:
             signature = admission.entries.get(key)
-            if signature is None:
-                if not admitted and (reason := admission.refusal(key)):
-                    admission.miss(key)
-                    self._note(reason)
-                    return None
-                signature = self._compile(values)
-                admission.add(key, signature)
-            else:
+            if signature is not None:
                 admission.hit(key)
+            elif not admitted and (reason := admission.refusal(key)):
+                admission.miss(key)
+                self._note(reason)
+                return None
+        if signature is None:
+            with preparing, self._lock:  # in this order: who captures a call holds the former, and comes here
+                signature = admission.entries.get(key)  # another thread may have compiled it meanwhile
+                if signature is None:
+                    signature = self._compile(values)
+                    admission.add(key, signature)
         self._latest = signature
         return None if signature.scheduled is None else signature
 
@@ -214,11 +217,10 @@ class CompiledGraph(SharingCallable):
         inputs = [(*name, value) for name, value in zip(self._names, values, strict=True) if isinstance(value, Tensor)]
         label = Label(self._model, described([tensor for role, _, tensor in inputs if role is Role.INPUT]))
         try:
-            with preparing:
-                with stopwatch("trace"):
-                    module, returned = _of_tensors(self._module, values)
-                    program, constants = program_of(module, inputs)
-                return CompiledSignature(program, inputs, constants, returned, label, self._context, stopwatch, values)
+            with stopwatch("trace"):
+                module, returned = _of_tensors(self._module, values)
+                program, constants = program_of(module, inputs)
+            return CompiledSignature(program, inputs, constants, returned, label, self._context, stopwatch, values)
         except OptionError:
             raise
         except Exception as error:
