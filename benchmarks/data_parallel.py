@@ -3,8 +3,9 @@
     python -m benchmarks.data_parallel --world 2 --out benchmarks/results/latest
     torchrun --nproc-per-node 2 -m benchmarks.data_parallel --out benchmarks/results/latest
 
-`alone` is the step without collectives on one GPU, and `all_reduce` are the sums of all its buckets, one after another
-with nothing beside them. What of these the step does not hide, its exposed share, is (autostream - alone) / all_reduce.
+`alone` is the step without collectives on one GPU, `any_memory` the step without a memory budget, and `all_reduce` are
+the sums of all its buckets, one after another with nothing beside them. What of these the step does not hide, its
+exposed share, is (autostream - alone) / all_reduce.
 In a group of one, autostream / alone says what NCCL costs. All processes run each mode equally often, in interleaved
 rounds; a round takes as long as on the slowest of them.
 """
@@ -12,6 +13,7 @@ rounds; a round takes as long as on the slowest of them.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -62,6 +64,11 @@ def autostream(subject: TrainingSubject, group: dist.ProcessGroup) -> Callable[.
     return scheduled(subject, data_parallel=group)
 
 
+def any_memory(subject: TrainingSubject, group: dist.ProcessGroup) -> Callable[..., object]:
+    """The same, whatever memory a schedule needs: buckets keep gradients for longer than a step of one process does."""
+    return scheduled(subject, data_parallel=group, memory_budget=math.inf)
+
+
 def ddp(subject: TrainingSubject, group: dist.ProcessGroup) -> Callable[..., object]:
     """The eager step of a model in ``DistributedDataParallel``."""
     return eager(replace(subject, model=_wrapped(subject, group)))
@@ -84,7 +91,9 @@ def all_reduce(subject: TrainingSubject, group: dist.ProcessGroup) -> Callable[.
     return run
 
 
-MODES: Mapping[str, Mode] = {mode.__name__: mode for mode in (alone, autostream, ddp, ddp_compiled, all_reduce)}
+MODES: Mapping[str, Mode] = {
+    mode.__name__: mode for mode in (alone, autostream, any_memory, ddp, ddp_compiled, all_reduce)
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -28,11 +28,11 @@ SMALL = TrainingWorkload(
 def measured(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(data_parallel.TRAINING, "small", SMALL)  # type: ignore[arg-type]
-        row = data_parallel.row("small", ["autostream", "all_reduce"], torch.device("cpu"), rounds=1)
+        row = data_parallel.row("small", ["autostream", "any_memory", "all_reduce"], torch.device("cpu"), rounds=1)
     assert (row["workload"], row["failed"]) == ("small", {})
-    assert [*row["us"]] == ["autostream", "all_reduce"]
+    assert [*row["us"]] == ["autostream", "any_memory", "all_reduce"]
     assert row["us"]["autostream"] > 0.0
-    assert [*row["schedules"]] == ["autostream"]
+    assert [*row["schedules"]] == ["autostream", "any_memory"]
     assert "aten kernels" in row["schedules"]["autostream"]
     times: list[Any] = [None] * processes
     dist.all_gather_object(times, row["us"])
@@ -56,7 +56,7 @@ def test_ratios_and_the_exposed_share_follow_from_times() -> None:
     us = {"alone": 1000.0, "autostream": 1010.0, "ddp": 2020.0, "all_reduce": 200.0}
     row = {"workload": "net", "batch": 4, "us": us, "failed": {"ddp_compiled": "no compiler"}}
     cells = [cell.strip() for cell in table([row]).splitlines()[2].strip("|").split("|")]
-    assert cells == ["net", "4", "1,000", "1,010", "2,020", "failed", "200", "2.00×", "", "+1.0%", "5%"]
+    assert cells == ["net", "4", "1,000", "1,010", "", "2,020", "failed", "200", "2.00×", "", "+1.0%", "5%"]
 
 
 def test_more_processes_than_gpus_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
