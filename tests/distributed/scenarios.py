@@ -655,7 +655,7 @@ def a_process_dies_while_it_measures(rank: int, processes: int, group: dist.Proc
 
     step, x, y = linear_step(group)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "LIMIT_S", 4.0)
+        patch.setattr(agreement, "LIMIT_S", 8.0)
         patch.setattr(selection, "_host_us_alone", clock)
         with pytest.raises(GroupError, match=f"rank {processes - 1} of process group"):
             for _ in range(2):
