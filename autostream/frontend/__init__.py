@@ -16,7 +16,7 @@ File                   Interface                                          Where 
 ..                     ``inconsistent_side_effects`` of a trace           no run of the model more than the user's
 ..                     ``get_compile_id``, ``compile_context``            a ``TraceError`` names it
 ..                     ``fx.Node._dynamo_source``: origin of an input     a ``TraceError`` names it
-``counters.py``        ``torch.compiler.config.dynamic_sources``          a ``TraceError`` names it
+``counters.py``        ``torch.compiler.config.dynamic_sources``          a counter makes a graph for each of its values
 ..                     ``AttrSource``: how Dynamo writes an attribute     a ``TraceError`` names it
 ..                     ``source`` and ``value`` of Dynamo's variables     a ``TraceError`` names it
 ..                     ``originating_source`` of guards                   a ``TraceError`` names it

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,10 @@ Run = Callable[..., Sequence[Any]]
 """Runs a graph: takes and returns flat values."""
 
 
-def dynamic(sources: Iterable[str]) -> AbstractContextManager[Any]:
-    """Let Dynamo take the integers from these sources as inputs."""
+def dynamic(sources: Sequence[str]) -> AbstractContextManager[Any]:
+    """Let Dynamo take the integers from these sources as inputs; without any, PyTorch's setting stays as it is."""
+    if not sources:
+        return nullcontext()
     patterns = ",".join(f"{re.escape(source)}$" for source in sources)
     config: Any = torch.compiler.config
     patched: AbstractContextManager[Any] = config.patch(dynamic_sources=patterns)
