@@ -78,7 +78,7 @@ def _short_rounds() -> Iterator[None]:
 def _schedules_run() -> Iterator[None]:
     """On a CPU the clock decides between a schedule and the model itself; most tests are of schedules."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autostream.dispatch.dispatcher.is_contested", lambda options, report: False)
+        patch.setattr("autostream.dispatch.entries.is_contested", lambda options, report: False)
         yield
 
 

@@ -29,7 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
         monkeypatch.setattr("autostream.tuning.beside_model.interleaved", interleaved)
 
-    monkeypatch.setattr("autostream.dispatch.dispatcher.is_contested", beside_model.is_contested)
+    monkeypatch.setattr("autostream.dispatch.entries.is_contested", beside_model.is_contested)
     shows(10.0, 20.0)
     return shows
 

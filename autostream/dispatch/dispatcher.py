@@ -14,9 +14,7 @@ model itself, which becomes an EagerCall in its place where that is not slower.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -26,10 +24,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from autostream.dispatch.admission import Admission
+from autostream.dispatch.cached_replays import MISSED, CachedReplays
 from autostream.dispatch.captured_call import CapturedCall
 from autostream.dispatch.compiled_graph import eager_reason
-from autostream.dispatch.eager_call import EagerCall, EagerReplay
-from autostream.dispatch.entries import Entry, new_entry
+from autostream.dispatch.eager_call import EagerCall
+from autostream.dispatch.entries import Entry, model_instead, new_entry
 from autostream.dispatch.optimized_callable import OptimizedCallable
 from autostream.dispatch.paranoid import compared
 from autostream.dispatch.replay import GuardFailed, Replay
@@ -56,38 +55,10 @@ from autostream.pipeline import versions
 from autostream.reporting.report import Report
 from autostream.runtime.cuda_graph import GraphPools
 from autostream.runtime.input_buffers import BufferTable
-from autostream.tuning.beside_model import beside_model, is_contested, without_trial
 from autostream.utils.locks import lock_of, preparing
 from autostream.utils.logs import Log
 
 log = Log(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _CachedReplay:
-    """The fast path of calls like one that ran on the slow path.
-
-    Attributes:
-        replay: runs them.
-        key: of the call.
-        entry: ran the call.
-        state: ids of the model's parameters and buffers that the replay holds.
-        calls: how many it has run since they were last counted.
-    """
-
-    replay: Replay | EagerReplay
-    key: Hashable
-    entry: CapturedCall | EagerCall
-    state: frozenset[int]
-    calls: int = 0
-
-    def is_valid(self, state: frozenset[int]) -> bool:
-        """Whether the model still has its parameters and buffers at their addresses; else it holds freed memory.
-
-        Args:
-            state: ids of the model's parameters and buffers now.
-        """
-        return self.state <= state and self.replay.is_in_place
 
 
 class Dispatcher(OptimizedCallable):
@@ -125,32 +96,13 @@ class Dispatcher(OptimizedCallable):
 
     def _forget(self) -> None:
         self._admission = Admission[list[Entry]](self.options.max_signatures)
-        self._replays: tuple[_CachedReplay, ...] = ()  # the most recently used first
+        self._replays = CachedReplays(self.model, self._admission, self.options.max_signatures)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
-        replays, failed = self._replays, False
-        for cached in replays:
-            if (tensors := cached.replay.fits(args, kwargs)) is None:
-                continue
-            try:
-                value = cached.replay(tensors, args, kwargs)
-                cached.calls += 1
-                if cached is not replays[0]:
-                    self._replays = (cached, *(other for other in replays if other is not cached))
-                return value
-            except GuardFailed:  # the guards of another replay may hold for this call, and of this one for the next
-                cached.replay.check_guards_first()
-                failed = True
-            except Exception:  # the slow path may recover
-                self._drop_replays(cached.entry)
-                if not cached.replay.repeatable:
-                    raise
-                failed = True
-                break
-        if failed:
-            del cached, replays  # they hold memory that the model may have freed
-            self._drop_stale_replays()
+        value = self._replays(args, kwargs)
+        if value is not MISSED:
+            return value
         if traced_by_fx():  # fx looks for the callee among its root's submodules, and the model is not there
             return self.model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.disabled or exporting():
@@ -227,7 +179,7 @@ class Dispatcher(OptimizedCallable):
     def reports(self) -> tuple[Report, ...]:
         """A report for each signature, the most recently used first, then one for each reason to run eagerly."""
         with self._lock:
-            self._count_replays()
+            self._replays.count()
             entries = [entry for entries in reversed(self._admission.entries.values()) for entry in reversed(entries)]
             reports = chain.from_iterable(entry.reports(self.name) for entry in entries)
             distinct = {(*_chosen(report), report.signature, report.mode): report for report in reports}
@@ -277,13 +229,13 @@ class Dispatcher(OptimizedCallable):
             kwargs: keyword arguments.
             excluded: entries that were tried for this call already.
         """
-        self._count_replays()
+        self._replays.count()
         key, label = self._key(args, kwargs)
         entry: Entry | str | None = self._find(key, args, kwargs, excluded)
         if entry is None:
             if reason := eager_reason(self.options, chain(args, self.model.parameters())):
                 value = self._run_eagerly(reason, args, kwargs)
-                self._keep_eager(key, EagerCall(label, reason), args, kwargs)
+                self._replays.add_eager(key, EagerCall(label, reason), args, kwargs)
                 return value
             entry = self._compile(key, label, args, kwargs, excluded=excluded)
         if isinstance(entry, str):
@@ -302,7 +254,7 @@ class Dispatcher(OptimizedCallable):
             if isinstance(entry, SplitCall):
                 self._contest(key, entry, None, args, kwargs)
             else:
-                self._keep_eager(key, entry, args, kwargs)
+                self._replays.add_eager(key, entry, args, kwargs)
             return value
         try:
             if self._paranoid:
@@ -317,65 +269,25 @@ class Dispatcher(OptimizedCallable):
                 raise
             return self._fall_back(key, entry, first_line(error), args, kwargs)
         guarded = self.options.guards == "dynamo"
-        self._drop_replays(entry)
+        self._replays.drop(entry)
         replay = entry.replay(self.model, args, kwargs, guarded=guarded)
         if not self._contest(key, entry, replay, args, kwargs) and replay:
-            self._keep_replay(key, entry, replay)
+            self._replays.add(key, entry, replay)
         return value
 
-    def _keep_eager(self, key: Hashable, entry: EagerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Let calls like this one, which the model itself has run, take the fast path."""
-        if replay := entry.replay(self.model, args, kwargs):
-            self._drop_replays(entry)
-            eager = [cached for cached in self._replays if isinstance(cached.entry, EagerCall)]
-            for cached in eager[self.options.max_signatures - 1 :]:
-                self._drop_replays(cached.entry)
-            self._replays = (_CachedReplay(replay, key, entry, frozenset()), *self._replays)
-
-    def _keep_replay(self, key: Hashable, entry: CapturedCall, replay: Replay) -> None:
-        """Let calls like the latest one of an entry take the fast path."""
-        entries = self._admission.entries
-        others = [
-            cached
-            for cached in self._replays
-            if isinstance(cached.entry, EagerCall) or cached.entry in entries.get(cached.key, ())
-        ]
-        self._replays = (_CachedReplay(replay, key, entry, self._state_ids() & replay.held), *others)
-        for reference in replay.objects:  # a cache takes its tensors along when it goes
-            weakref.finalize(reference(), _let_go, weakref.ref(self), weakref.ref(entry)).atexit = False
-
     def _contest(
-        self,
-        key: Hashable,
-        entry: CapturedCall | SplitCall,
-        replay: Replay | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, key: Hashable, entry: Entry, replay: Replay | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """On a CPU, after the first call of an entry: whether the model itself takes its place, as that is faster."""
-        if entry.was_called:
+        """After the first call of an entry on a CPU: whether the model itself takes its place."""
+        chosen = model_instead(entry, self.model, self.options, partial(self._run_again, entry, replay), args, kwargs)
+        if chosen is None:
             return False
-        entry.was_called = True
-        report = entry.reports(self.name)[0]
-        if not is_contested(self.options, report):
-            return False
-        trial = entry.undone(self.model, args, kwargs) if isinstance(entry, CapturedCall) else None
-        if trial is None:
-            decision = without_trial(report)
-        else:
-            again = partial(self._run_again, entry, replay, args, kwargs)
-            with preparing, trial as restore:
-                decision = beside_model(partial(self.model, *args, **kwargs), again, restore)
-        entry.beside_model = decision
-        if decision.choice != "plain":
-            return False
-        chosen = EagerCall(entry.label, decision.reason, report)
         with self._lock:
             entries = self._admission.entries
             if key in entries:  # another thread may have dropped it
                 entries[key] = [chosen if other is entry else other for other in entries[key]]
-        self._drop_replays(entry)
-        self._keep_eager(key, chosen, args, kwargs)
+        self._replays.drop(entry)
+        self._replays.add_eager(key, chosen, args, kwargs)
         return True
 
     def _run_again(self, entry: Any, replay: Replay | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -387,28 +299,6 @@ class Dispatcher(OptimizedCallable):
         self._key(args, kwargs)
         entry.guards(self.model, args, kwargs)
         entry(self.model, args, kwargs)
-
-    def _count_replays(self) -> None:
-        """Count the calls on the fast path since the last count as cache hits."""
-        for cached in reversed(self._replays):  # in the order of their latest calls
-            if cached.calls:
-                self._admission.hit(cached.key, cached.calls)
-                cached.entry.count_replays(cached.calls)
-                cached.calls = 0
-
-    def _state_ids(self) -> frozenset[int]:
-        return frozenset(map(id, chain(self.model.parameters(), self.model.buffers())))
-
-    def _drop_stale_replays(self) -> None:
-        """Release memory that the model has freed."""
-        self._count_replays()
-        state = self._state_ids()
-        self._replays = tuple(cached for cached in self._replays if cached.is_valid(state))
-
-    def _drop_replays(self, entry: Entry) -> None:
-        """Drop the fast path of an entry."""
-        self._count_replays()
-        self._replays = tuple(cached for cached in self._replays if cached.entry is not entry)
 
     def _fall_back(
         self, key: Hashable, entry: CapturedCall, error: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -484,14 +374,14 @@ class Dispatcher(OptimizedCallable):
             if not wanted and (reason := refusal):
                 admission.miss(key)
                 return self._refusal(reason, key, args, kwargs)
-            self._drop_stale_replays()
+            self._replays.drop_stale()
             if guard := self._failed_guard(others, args, kwargs):
                 log.info("%s is captured again: %s", self.name, guard)
             compiled = self._capture(label, args, kwargs)
             if not isinstance(compiled, str):
                 if full and not wanted:  # evict the oldest
                     oldest, *others = others
-                    self._drop_replays(oldest)
+                    self._replays.drop(oldest)
                 admission.add(key, [*others, compiled])
             return compiled
 
@@ -516,7 +406,7 @@ class Dispatcher(OptimizedCallable):
         return captured[-1].guards.failed(self.model, args, kwargs) if captured else ""
 
     def _drop(self, key: Hashable, entry: Any) -> None:
-        self._drop_replays(entry)
+        self._replays.drop(entry)
         with self._lock:
             others = [other for other in self._admission.entries.get(key, []) if other is not entry]
             if others:
@@ -550,13 +440,6 @@ class Dispatcher(OptimizedCallable):
     def name(self) -> str:
         """The model's, for reports and logs."""
         return name_of(self.model)
-
-
-def _let_go(dispatcher: weakref.ref[Dispatcher], entry: weakref.ref[CapturedCall]) -> None:
-    """Drop the fast path of an entry that holds tensors of an argument that is gone."""
-    live, captured = dispatcher(), entry()
-    if live is not None and captured is not None:
-        live._drop_replays(captured)
 
 
 def _chosen(report: Report) -> tuple[int, ...]:

@@ -4,12 +4,13 @@
               ├── graph breaks ──▶ SplitCall: torch.compile, each graph a CompiledGraph
               └── no graph at all ──▶ EagerCall: the model itself
 
-The dispatcher keeps these entries, and says which one runs a call.
+The dispatcher keeps these entries, and says which one runs a call. On a CPU the first call of an entry is timed beside
+the model itself, which takes its place as an EagerCall where that is not slower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,9 @@ from autostream.frontend.capture import capture
 from autostream.frontend.eager_only import unusual_model
 from autostream.frontend.inputs import names_of
 from autostream.frontend.modules import name_of
+from autostream.options import Options
+from autostream.tuning.beside_model import beside_model, is_contested, without_trial
+from autostream.utils.locks import preparing
 from autostream.utils.logs import Log
 
 log = Log(__name__)
@@ -97,6 +101,40 @@ def new_entry(
     if signature is None:
         return EagerCall(label, compiled.refusal)
     return CapturedCall(captured, compiled, label, signature)
+
+
+def model_instead(
+    entry: Entry,
+    model: nn.Module,
+    options: Options,
+    again: Callable[[tuple[Any, ...], dict[str, Any]], object],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> EagerCall | None:
+    """After the first call of an entry on a CPU: what takes its place, if the model itself is not slower.
+
+    Args:
+        entry: has run the call; it is compared once.
+        model: the live model.
+        options: how it is scheduled.
+        again: runs a call once more as the entry does.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments.
+    """
+    if isinstance(entry, EagerCall) or entry.was_called:
+        return None
+    entry.was_called = True
+    report = entry.reports(name_of(model))[0]
+    if not is_contested(options, report):
+        return None
+    trial = entry.undone(model, args, kwargs) if isinstance(entry, CapturedCall) else None
+    if trial is None:
+        decision = without_trial(report)
+    else:
+        with preparing, trial as restore:
+            decision = beside_model(partial(model, *args, **kwargs), partial(again, args, kwargs), restore)
+    entry.beside_model = decision
+    return EagerCall(entry.label, decision.reason, report) if decision.choice == "plain" else None
 
 
 def _refused(model: nn.Module, context: ModelContext, label: str, error: Exception) -> EagerCall:
