@@ -15,10 +15,11 @@ from torch import Tensor
 
 from autostream.dispatch.compiled_graph import CompiledGraph, CompiledSignature, report_of_halves
 from autostream.dispatch.replay import GuardFailed, Replay
+from autostream.dispatch.results import structure_of_result
 from autostream.frontend.capture import Capture, Input
 from autostream.frontend.guards import GUARDS_SKIP_WEIGHTS
 from autostream.frontend.inputs import aliases_of
-from autostream.frontend.tree import Structure, flatten, objects_in, same, shares_containers
+from autostream.frontend.tree import Structure, flatten, objects_in, same
 from autostream.ir import Decision
 from autostream.reporting.report import Report
 from autostream.runtime.layouts import SameMetadata
@@ -186,24 +187,14 @@ class CapturedCall:
     def _returned(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Structure, list[int | Tensor]]:
-        """The structure of the model's return value; for each tensor in it, the graph's output, or the tensor itself.
-
-        Found by running Dynamo's bytecode with placeholders for the graph's outputs.
-
-        Raises:
-            ValueError: the model returns a container that outlives the call.
-        """
-        results: Any = self.captured.module.graph.output_node().args[0]
-        outputs = [torch.empty(0) for _ in results]
-        restored = self.captured.restored(lambda *_: outputs)
-        value, again = restored(model, args, kwargs), restored(model, args, kwargs)
-        if shares_containers(value, again):
-            raise ValueError("a container that the model has is returned")
+        """See :func:`structure_of_result`."""
         _, call = flatten((args, kwargs), same)
         given = [reference() for reference in objects_in(call)]
-        tensors, structure = flatten(value, partial(_one_of, given))
-        positions = {id(output): at for at, output in enumerate(outputs)}
-        return structure, [positions.get(id(tensor), tensor) for tensor in tensors]
+
+        def rebuild(outputs: Sequence[Tensor]) -> object:
+            return self.captured.restored(lambda *_: outputs)(model, args, kwargs)
+
+        return structure_of_result(self.captured.module, rebuild, partial(_one_of, given))
 
 
 def _one_of(objects: Sequence[object], value: object) -> Structure:

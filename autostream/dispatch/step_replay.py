@@ -18,15 +18,15 @@ from torch import Tensor
 
 from autostream.dispatch.captured_step import CapturedStep
 from autostream.dispatch.replay import LikeCalls, are_apart
+from autostream.dispatch.results import structure_of_result
 from autostream.dispatch.scheduled_program import NoSchedule
 from autostream.dispatch.step_calls import Call, WrittenStep, circumstances
-from autostream.errors import TraceError
 from autostream.frontend.batches import detached
 from autostream.frontend.eager_only import unusual_call
 from autostream.frontend.optimizers import obstacle
 from autostream.frontend.parameters import have_hooks, leave_no_gradients
 from autostream.frontend.settings import watch_unguarded
-from autostream.frontend.tree import TENSOR, Structure, flatten, shares_containers, unflatten
+from autostream.frontend.tree import TENSOR, Structure, unflatten
 from autostream.options import Options
 from autostream.runtime.layouts import Layouts
 from autostream.runtime.partial_call import PartialCall
@@ -170,21 +170,13 @@ def _is_cleared(owner: object, name: str, value: object) -> bool:
 def _structure_of_result(entry: CapturedStep, call: Call) -> tuple[Structure, list[int]] | None:
     """The structure of what the step returns, and which outputs of the graph are its tensors.
 
-    ``None`` where only Dynamo's bytecode can rebuild it. The bytecode is run twice on placeholder outputs: a value that
-    it computes from their numbers differs between the two runs.
+    ``None`` where only Dynamo's bytecode can make it.
     """
-    count: Any = len(entry.captured.module.graph.output_node().args[0])  # type: ignore[arg-type]
-    runs = list[tuple[Any, Structure, list[int]]]()
-    for number in range(2):
-        outputs = [torch.full((), number) for _ in range(count)]
-        result = entry.restored(outputs, call.args, call.kwargs)
-        try:
-            tensors, structure = flatten(result)
-        except TraceError:
-            return None
-        positions = {id(output): at for at, output in enumerate(outputs)}
-        runs.append((result, structure, [positions.get(id(tensor), -1) for tensor in tensors]))
-    (result, structure, sources), (again, *others) = runs
-    if others != [structure, sources] or -1 in sources or shares_containers(result, again):
+    try:
+        structure, sources = structure_of_result(
+            entry.captured.module, lambda outputs: entry.restored(outputs, call.args, call.kwargs)
+        )
+    except Exception:
         return None
-    return structure, sources
+    positions = [source for source in sources if isinstance(source, int)]
+    return (structure, positions) if len(positions) == len(sources) else None
