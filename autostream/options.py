@@ -62,9 +62,10 @@ class Options:
         tuning_seconds: the time for timing ops, searching, and timing schedules, for each signature. Tracing and
             compiling are not included; ``Report.seconds`` has all stages.
         memory_budget: the memory that a schedule may take. A float is a ratio to what the model takes on one stream,
-            weights and inputs included, from 1.0 (at least 2 MiB more are allowed); an int is the bytes that
-            the schedule itself allocates; ``math.inf`` is no limit. Schedules that need more are not tried, except the
-            sequential one; the report says what the limit costs. Workspaces of libraries are not included.
+            weights and inputs included, from 1.0 (at least 2 MiB more are allowed, and with collectives 1 % of the
+            device's memory); an int is the bytes that the schedule itself allocates; ``math.inf`` is no limit.
+            Schedules that need more are not tried, except the sequential one; the report says what the limit costs.
+            Workspaces of libraries are not included.
         seed: of the random numbers of ``"search"``: the same costs and seed give the same schedules.
 
     Example:

@@ -29,9 +29,8 @@ from autostream.options import Options
 from autostream.reporting.report import Report
 from autostream.runtime.lower import lower
 from autostream.scheduling.cut import cut
-from autostream.scheduling.peak import given_bytes
 from autostream.scheduling.simulate import simulate
-from autostream.tuning.budget import exemption
+from autostream.tuning.budget import budget_of
 from autostream.tuning.candidates import best_of, candidates_for
 from autostream.tuning.pricing import Priced, price_program
 from autostream.utils.stopwatch import Stopwatch
@@ -93,7 +92,7 @@ def plan_program(
     priced = price_program(program, options, stopwatch, profile, arguments if options.costs == "measured" else None)
     capture = options.cuda_graph is not False and priced.graph.device != "cpu" and not priced.refusals
     candidates = candidates_for(priced, options, capture, stopwatch)
-    exempted = exemption(candidates[0], options.memory_budget, given_bytes(priced.graph))
+    exempted = budget_of(priced.graph, priced.profile, candidates[0], options.memory_budget).exemption
     best = best_of(candidates)
     refusals = (*unfused, *priced.refusals, *_in_sections(priced, options))
     return replace(

@@ -2,6 +2,8 @@
 
 step ──over one process────▶ plan ──▶ time alone ───────────────────────────────╮
 step ──over N processes────▶ plan ──▶ price for each interconnect ──▶ schedule ─┴▶ step, exposed, efficiency
+
+Both have the same memory.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from autostream.scheduling.communication import exposed_us
 from autostream.scheduling.policies.sequential import one_stream
 from autostream.scheduling.simulate import run_us, simulate
 from autostream.training import TrainStep
+from autostream.tuning.budget import budget_of
 from autostream.tuning.candidates import best_of, candidates_for
 from autostream.tuning.pricing import Priced
 from autostream.utils.stopwatch import Stopwatch
@@ -50,12 +53,13 @@ def scaled(
         OptionError: see :func:`autostream.pipeline.plan`; or there is no such interconnect.
         TraceError: no graph computes the whole step.
     """
-    _, alone = step.over(None).plan(batch, options, profile)
     _, report = step.over(group).plan(batch, options, profile)
     graph, of_device, chosen = report.graph, report.profile, report.chosen
     assert graph is not None
     assert of_device is not None
     assert chosen is not None
+    room = budget_of(graph, of_device, report.candidates[0], options.memory_budget).room_bytes
+    _, alone = step.over(None).plan(batch, replace(options, memory_budget=room), profile)
     alone_us = _alone_us(alone)
     runs = []
     for link in _links(of_device, interconnects, graph.device):

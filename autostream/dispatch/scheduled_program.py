@@ -31,8 +31,7 @@ from autostream.runtime.restore import Restore, undone
 from autostream.runtime.runs import without_autocast
 from autostream.runtime.static_inputs import Output
 from autostream.runtime.writes import Frozen, Writes
-from autostream.scheduling.peak import given_bytes
-from autostream.tuning.budget import exemption
+from autostream.tuning.budget import budget_of
 from autostream.tuning.recapture import CopyNote, by_address, captured_into_pool
 from autostream.tuning.select import Execution, detached, has_integers, repeatable, written
 from autostream.tuning.tune import Tuned, tune
@@ -295,7 +294,7 @@ def _bound_arguments(program: Program, arguments: Sequence[Tensor], stays: Seque
 def _report(label: Label, tuned: Tuned, options: Options, stopwatch: Stopwatch) -> Report:
     priced, selection = tuned.priced, tuned.selection
     chosen, candidates = selection.chosen, selection.candidates
-    exempted = exemption(candidates[0], options.memory_budget, given_bytes(priced.graph))
+    exempted = budget_of(priced.graph, priced.profile, candidates[0], options.memory_budget).exemption
     mode = _mode(chosen, priced.graph.device)
     return replace(
         planned(label.model, label.signature, mode, tuned.program.level, priced, candidates, chosen),

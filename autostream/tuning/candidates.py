@@ -17,7 +17,7 @@ from autostream.options import Options
 from autostream.scheduling.arena import place_storages
 from autostream.scheduling.coarsen import coarsen, expand
 from autostream.scheduling.cost_check import check_costs
-from autostream.scheduling.peak import Footprint, given_bytes, peak_bytes
+from autostream.scheduling.peak import Footprint, peak_bytes
 from autostream.scheduling.policies import ON_CHAINS, POLICIES
 from autostream.scheduling.policies.search import search_by_streams, variants
 from autostream.scheduling.postpone import MAX_SLACK_SHARE, in_program_order, postponed
@@ -25,7 +25,7 @@ from autostream.scheduling.releases import place_releases, wait_for_memory
 from autostream.scheduling.simulate import replay_us, simulate
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
-from autostream.tuning.budget import excess, room_bytes
+from autostream.tuning.budget import Budget, budget_of
 from autostream.tuning.pricing import Priced
 from autostream.utils import collector
 from autostream.utils.stopwatch import Stopwatch
@@ -71,14 +71,14 @@ def candidates_for(priced: Priced, options: Options, capture: bool, stopwatch: S
     graph, pinned = priced.graph, _pinned(priced, capture)
     check_costs(graph, priced.costs)
     with stopwatch("schedule"), collector.paused():
-        budget = _Budget(priced, _sequential(priced, capture), options.memory_budget)
+        fitting = _fitting(priced, _sequential(priced, capture), options)
         assigned = tuple(_assigned(priced, options, pinned))
     if _searches(priced, options):
         with stopwatch("search"), collector.paused():
-            assigned += _searched(priced, options, pinned, capture, budget.room_bytes)
+            assigned += _searched(priced, options, pinned, capture, fitting.budget.room_bytes)
     with stopwatch("schedule"), collector.paused():
         simulated = [_simulated(priced, assignment, capture) for assignment in _distinct(assigned)]
-        candidates = (budget.sequential, *_shortlist(simulated, budget.within))
+        candidates = (fitting.sequential, *_shortlist(simulated, fitting.within))
     with stopwatch("verify"):
         check(priced, candidates, capture)
     return candidates
@@ -126,7 +126,8 @@ def candidates_again(
         if schedule.streams == 1:
             return (sequential,)
         chosen = replace(_run(priced, schedule, True).candidate, memory_bytes=peak_bytes(priced.graph, schedule))
-        if reason := excess(chosen, sequential, options.memory_budget, given_bytes(priced.graph)):
+        budget = budget_of(priced.graph, priced.profile, sequential, options.memory_budget)
+        if reason := budget.excess(chosen.memory_bytes):
             raise ScheduleError(f"the schedule chosen before {reason}")
         return (sequential, chosen)
 
@@ -145,19 +146,19 @@ def variants_of(priced: Priced, options: Options, sequential: Candidate, candida
     """
     if not _searches(priced, options):
         return
-    budget = _Budget(priced, sequential, options.memory_budget)
+    fitting = _fitting(priced, sequential, options)
     graph, pinned, captured = priced.graph, _pinned(priced, candidate.captured), candidate.captured
     most = max(_stream_counts(priced, options), default=1)
     streams = min(candidate.schedule.streams + 1, most)
     problem = (graph, priced.costs, priced.profile, candidate.schedule, streams, pinned)
-    assignments = variants(*problem, options.seed, captured, budget.room_bytes)
+    assignments = variants(*problem, options.seed, captured, fitting.budget.room_bytes)
     misses = 0
     while misses < _MAX_MISSES:
         with collector.paused():
             assignment = next(assignments, None)
             if assignment is None:
                 return
-            variant, *_ = budget.within(_simulated(priced, assignment, captured))
+            variant, *_ = fitting.within(_simulated(priced, assignment, captured))
             if variant.refusal:
                 misses += 1
                 continue
@@ -214,28 +215,23 @@ def _with_memory(graph: OpGraph, candidate: Candidate) -> Candidate:
 
 
 @dataclass(frozen=True)
-class _Budget:
-    """The memory budget of a program.
+class _Fitting:
+    """Fits candidates into the memory budget of a program.
 
     Attributes:
         priced: the program's ops.
         sequential: the schedule on one stream, complete.
-        limit: bytes, or a ratio to what the model takes on one stream.
+        budget: what a schedule may allocate.
     """
 
     priced: Priced
     sequential: Candidate
-    limit: int | float
+    budget: Budget
 
     @cached_property
     def footprint(self) -> Footprint:
         """Of the ops."""
         return Footprint(self.priced.graph)
-
-    @cached_property
-    def room_bytes(self) -> float:
-        """The bytes that a schedule may allocate."""
-        return room_bytes(self.sequential, self.limit, given_bytes(self.priced.graph))
 
     def within(self, simulated: _Simulated) -> tuple[Candidate, ...]:
         """The candidate with memory placement, if it fits the budget.
@@ -256,9 +252,9 @@ class _Budget:
         """
         graph, candidate = self.priced.graph, simulated.candidate
         live_bytes = self.footprint.live_bytes(simulated.timeline)
-        hopeless = live_bytes > self.room_bytes
+        hopeless = live_bytes > self.budget.room_bytes
         candidate = replace(candidate, memory_bytes=live_bytes) if hopeless else _with_memory(graph, candidate)
-        refusal = excess(candidate, self.sequential, self.limit, given_bytes(graph), at_least=hopeless)
+        refusal = self.budget.excess(candidate.memory_bytes, at_least=hopeless)
         limit = Limit.BUDGET if refusal else None
         return replace(candidate, refusal=refusal, limit=limit, incomplete=hopeless)
 
@@ -279,6 +275,10 @@ class _Budget:
 
     def _run(self, schedule: Schedule) -> _Simulated:
         return _run(self.priced, schedule, self.sequential.captured)
+
+
+def _fitting(priced: Priced, sequential: Candidate, options: Options) -> _Fitting:
+    return _Fitting(priced, sequential, budget_of(priced.graph, priced.profile, sequential, options.memory_budget))
 
 
 def _assigned(priced: Priced, options: Options, pinned: frozenset[str]) -> Iterator[Assignment]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from autostream.ir import FORK, Arena, Candidate, Launch, Limit, Schedule
 from autostream.reporting.memory import Holder, KeptOut, Memory, kept_out, memory_of
 from autostream.scheduling.peak import given_bytes
-from autostream.tuning.budget import SLACK_BYTES, excess
+from autostream.tuning.budget import SLACK_BYTES, Budget
 from tests.reporting.reports import CHOSEN, DIAMOND, GRAPHED, REFUSED, REPORT, with_source
 from tests.scheduling.graphs import graph_of
 
@@ -78,7 +78,7 @@ def test_the_budget_that_is_named_lets_it_in(one: int, more: int) -> None:
     assert found is not None
     assert REPORT.graph is not None
     given = given_bytes(REPORT.graph)
-    assert excess(large, alone, found.budget, given) == ""
+    assert Budget(found.budget, one, given).excess(one + more) == ""
     just_too_small = found.budget - 0.02
     forgiven = isinstance(found.budget, int) or more <= SLACK_BYTES
-    assert forgiven or excess(large, alone, just_too_small, given)
+    assert forgiven or Budget(just_too_small, one, given).excess(one + more)

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from autostream.ir import Candidate, Schedule
-from autostream.tuning.budget import SLACK_BYTES, excess, exemption
-
-
-def taking(memory_bytes: int) -> Candidate:
-    return Candidate(Schedule("test", 2, ()), captured=True, predicted_us=1.0, memory_bytes=memory_bytes)
-
-
-ALONE = taking(10_000_000)
-
+from autostream.costs.device import profile_named
+from autostream.ir import Candidate, Op, OpGraph, Schedule
+from autostream.tuning.budget import SLACK_BYTES, Budget, budget_of
 
 MB = 1_000_000
 SLACK = SLACK_BYTES  # 2.1 MB
@@ -34,22 +28,33 @@ SLACK = SLACK_BYTES  # 2.1 MB
 def test_a_ratio_is_to_all_that_one_stream_takes_and_an_int_is_bytes(
     budget: float, memory_bytes: int, given_bytes: int, over: bool
 ) -> None:
-    assert bool(excess(taking(memory_bytes), ALONE, budget, given_bytes)) is over
+    assert bool(Budget(budget, 10 * MB, given_bytes).excess(memory_bytes)) is over
 
 
 def test_a_refusal_names_the_needed_memory_and_the_budget() -> None:
-    large = taking(15_100_000)
-    assert excess(large, ALONE, 1.25, 0) == (
+    assert Budget(1.25, 10 * MB, 0).excess(15_100_000) == (
         "needs 15.1 MB, the budget is 12.5 MB: 1.25 × the 10.0 MB of one stream (memory_budget)"
     )
-    assert excess(large, ALONE, 1.25, 5 * MB) == (
+    assert Budget(1.25, 10 * MB, 5 * MB).excess(15_100_000) == (
         "needs 20.1 MB, the budget is 18.8 MB: 1.25 × the 15.0 MB of one stream, weights and inputs included "
         "(memory_budget)"
     )
-    assert excess(large, ALONE, 1.1, 0) == (
+    assert Budget(1.1, 10 * MB, 0).excess(15_100_000) == (
         "needs 15.1 MB, the budget is 12.1 MB: 2.1 MB more than the 10.0 MB of one stream (memory_budget)"
     )
-    assert excess(large, ALONE, 12 * MB, 5 * MB) == "needs 15.1 MB, the budget is 12.0 MB (memory_budget)"
-    hopeless = excess(large, ALONE, 12 * MB, 5 * MB, at_least=True)
+    assert Budget(12 * MB, 10 * MB, 5 * MB).excess(15_100_000) == "needs 15.1 MB, the budget is 12.0 MB (memory_budget)"
+    hopeless = Budget(12 * MB, 10 * MB, 5 * MB).excess(15_100_000, at_least=True)
     assert hopeless == "needs at least 15.1 MB, the budget is 12.0 MB (memory_budget)"
-    assert exemption(ALONE, 10 * MB, 0) == exemption(ALONE, 1.0, 0) == ()
+    assert Budget(10 * MB, 10 * MB, 0).exemption == Budget(1.0, 10 * MB, 0).exemption == ()
+
+
+def test_a_program_with_collectives_may_take_a_share_of_the_device_too() -> None:
+    """One stream takes 10 MB of the 80 GB of an H100: 10 % more are 1 MB, and 1 % of the device is 800 MB."""
+    profile = profile_named("h100")
+    alone = Candidate(Schedule("sequential", 1, ()), captured=True, predicted_us=1.0, memory_bytes=10 * MB)
+    op = Op("sum", "all_reduce", ("sum",), frozenset(), frozenset())
+    graphs = [OpGraph({"sum": each}, (), {}, (), "cuda:0") for each in (op, replace(op, group="0"))]
+    without, with_one = (budget_of(graph, profile, alone, 1.1) for graph in graphs)
+    assert without.room_bytes == 10 * MB + SLACK
+    assert with_one.room_bytes == 10 * MB + profile.memory_bytes / 100
+    assert budget_of(graphs[1], profile, alone, 12 * MB).room_bytes == 12 * MB
