@@ -94,7 +94,8 @@ def select(
         tensors: the program's arguments; runs mutate them.
         bound: which of the arguments a captured graph may read in place.
         restore: restores mutated arguments before each run.
-        seconds: candidates that are not measured by then are refused. The sequential one is always measured.
+        seconds: candidates that are not measured by then are refused. The sequential one is always measured, and so is
+            the next one that may run, which is predicted to be the fastest: else slow captures would leave one stream.
         variants: yields variants of a candidate.
         peers: the processes that measure the same candidates together. What one of them cannot build, none uses.
 
@@ -118,10 +119,9 @@ def select(
         return over_s > 0
 
     contest = _Contest(make, timer, list(candidates), make(candidates[0]), peers)
-    for place in range(1, len(candidates)):
-        if candidates[place].refusal:
-            continue
-        if late():
+    allowed = [place for place in range(1, len(candidates)) if not candidates[place].refusal]
+    for place in allowed:
+        if place != allowed[0] and late():
             contest.refuse(place, _NO_TIME_LEFT, Limit.TIME)
         else:
             contest.measure(place)

@@ -145,8 +145,8 @@ def test_at_last_the_best_is_measured_against_the_sequential_one_again(monkeypat
     assert [candidate.measured_us for candidate in result.candidates] == [80.0, 80.0]
 
 
-def test_candidates_are_refused_once_time_is_up_but_not_the_sequential_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes a second to build."""
+def test_candidates_are_refused_once_time_is_up_but_not_the_first_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a second to build. The second is predicted to be the fastest of those that may run."""
     workshop = Workshop(monkeypatch, [100.0, 90.0, 50.0, 10.0], [1, 3, 2, 4])
     result = workshop.select(seconds=2.5)
     assert result.execution.place == 2  # type: ignore[union-attr]
@@ -154,8 +154,11 @@ def test_candidates_are_refused_once_time_is_up_but_not_the_sequential_one(monke
     assert "tuning_seconds" in result.candidates[3].refusal
     assert result.candidates[3].limit is Limit.TIME
     result = workshop.select(seconds=0.0)
-    assert result.execution.place == 0  # type: ignore[union-attr]
-    assert [candidate.measured_us for candidate in result.candidates] == [100.0, None, None, None]
+    assert result.execution.place == 1  # type: ignore[union-attr]
+    assert [candidate.measured_us for candidate in result.candidates] == [100.0, 90.0, None, None]
+    workshop.candidates[1] = replace(workshop.candidates[1], refusal="needs 13.1 MB")
+    result = workshop.select(seconds=0.0)
+    assert [candidate.measured_us for candidate in result.candidates] == [100.0, None, 50.0, None]
 
 
 def test_a_refused_candidate_is_not_built_and_keeps_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
