@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, cycle, islice
@@ -108,9 +109,9 @@ def training_modes_of(device: torch.device) -> Mapping[str, Callable[[TrainingSu
 class Training:
     """A :class:`~benchmarks.harness.comparison.Comparison` of modes of training.
 
-    A mode is checked in float32 against steps in float64: updates in half precision are mostly rounding, which would
-    hide errors. Losses, changes of parameters, and optimizer state, which accumulates the gradients, are compared. In
-    the dtype that is timed, only losses are.
+    A mode is checked in float32, not TF32, against steps in float64: updates in half precision are mostly rounding,
+    which would hide errors. Losses, changes of parameters, and optimizer state, which accumulates the gradients, are
+    compared. In the dtype that is timed, only losses are.
 
     Args:
         make: makes an equal subject in a dtype each time; steps change it, so each mode has one.
@@ -188,6 +189,21 @@ def _nudged(subject: Any, seed: int) -> Any:
     return subject
 
 
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Let convolutions compute in float32: PyTorch's default, TF32, has three digits.
+
+    Whether a convolution uses it depends on its layout, so modes would differ by it, and an optimizer divides a gradient
+    by its size.
+    """
+    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+@_without_tf32()
 def _results(subject: Any, mode: Callable[[Any], Step]) -> list[Tensor]:
     """Losses of some steps, changes of the parameters, and the optimizers' state."""
     parameters = list(subject.modules.parameters())

@@ -87,6 +87,26 @@ def test_a_step_is_forward_backward_optimizer_and_zero_grad() -> None:
 # What is right
 
 
+def test_modes_are_checked_in_float32_and_timed_as_pytorch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions of cuDNN compute in TF32 by default, in some layouts."""
+    allowed: list[bool] = []
+
+    def noting(subject: TrainingSubject) -> training.Step:
+        step = eager(subject)
+
+        def call(*data: Tensor) -> Tensor:
+            allowed.append(torch.backends.cudnn.allow_tf32)
+            return step(*data)
+
+        return call
+
+    prepared = comparison_with(monkeypatch, noting).prepare("cheat")
+    prepared.error()
+    prepared.call()
+    assert set(allowed[: training.STEPS]) == {False}
+    assert allowed[-1]
+
+
 def without_momentum(subject: TrainingSubject) -> training.Step:
     subject.optimizer.param_groups[0]["momentum"] = 0.0
     return eager(subject)
