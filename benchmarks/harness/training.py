@@ -193,8 +193,8 @@ def _nudged(subject: Any, seed: int) -> Any:
 def _without_tf32() -> Iterator[None]:
     """Let convolutions compute in float32: PyTorch's default, TF32, has three digits.
 
-    Whether a convolution uses it depends on its layout, so modes would differ by it, and an optimizer divides a gradient
-    by its size.
+    Whether a convolution uses it depends on its layout, so modes would differ by it. An optimizer divides a gradient by
+    its size, and so makes whole steps of such differences.
     """
     before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
     try:
