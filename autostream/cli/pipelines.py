@@ -1,4 +1,4 @@
-"""``autostream schedule TARGET --stages N``: a model over several devices that need not be here."""
+"""``autostream schedule TARGET --stages N``, or ``report``: a model over several devices that need not be here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autostream.cli.command import argument
 from autostream.costs.interconnects import NAMES, interconnect_of
 from autostream.errors import OptionError
 from autostream.ir import DeviceProfile
-from autostream.reporting import pipelines
+from autostream.scheduling.microbatches import Comparison
 from autostream.splitting import MICROBATCHES, chain_of, compare
 
 PIPELINE = (
@@ -32,15 +32,14 @@ each for --world)""",
 """Arguments of a pipeline."""
 
 
-def planned(
+def compared(
     arguments: argparse.Namespace, model: nn.Module, args: tuple[object, ...], profile: DeviceProfile | None
-) -> str:
-    """The plan of a pipeline, as text or JSON."""
+) -> Comparison:
+    """The plans of a pipeline."""
     chain = chain_of(model, args, profile)
     link = interconnect_of(chain.profile, arguments.interconnect or NAMES[0])
     number = MICROBATCHES * arguments.stages if arguments.microbatches is None else arguments.microbatches
-    comparison = compare(chain, arguments.stages, number, link)
-    return pipelines.to_json(comparison) if arguments.form == "json" else pipelines.render(comparison)
+    return compare(chain, arguments.stages, number, link)
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -49,11 +48,12 @@ def check(arguments: argparse.Namespace) -> None:
     Raises:
         OptionError: which one it is.
     """
+    world = getattr(arguments, "world", None)
     if arguments.stages is not None:
-        if arguments.world is not None:
+        if world is not None:
             raise OptionError("--stages plans a pipeline, and --world data-parallel processes: ask for one of them")
         return
     if arguments.microbatches is not None:
         raise OptionError("--microbatches is of a pipeline: say over how many devices, as in --stages 4")
-    if arguments.interconnect is not None and arguments.world is None:
+    if arguments.interconnect is not None and world is None:
         raise OptionError("--interconnect is of several devices: say how many, as in --stages 4 or --world 8")

@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,9 +38,12 @@ from autostream.ir import DeviceProfile, Program
 from autostream.options import Options
 from autostream.pipeline import lowered, program_of
 from autostream.reporting import dot, stages, svg, text, timeline
+from autostream.reporting import pipelines as pipeline_text
 from autostream.reporting.ops import COLUMNS, USUAL, Selection
 from autostream.reporting.page import assemble
+from autostream.reporting.page import pipelines as pipeline_page
 from autostream.reporting.report import Report
+from autostream.scheduling.microbatches import Comparison
 
 _OPTIONS = ("policy", "streams", "costs", "kernels", "tuning_seconds", "memory_budget", "seed")
 """The options of :func:`autostream.optimize` that these commands take."""
@@ -69,25 +72,51 @@ def _run(arguments: argparse.Namespace, formats: dict[str, Format], *, runs: boo
 
 def _run_schedule(arguments: argparse.Namespace) -> int:
     pipelines.check(arguments)
-    if arguments.stages is None and arguments.world is None:
-        return _run(arguments, _ANSWERS)
+    if arguments.stages is not None:
+        return _run_pipeline(arguments, {"text": pipeline_text.render, "json": pipeline_text.to_json}[arguments.form])
+    if arguments.world is not None:
+        return _run_processes(arguments)
+    return _run(arguments, _ANSWERS)
+
+
+def _run_report(arguments: argparse.Namespace) -> int:
+    pipelines.check(arguments)
+    if arguments.stages is not None:
+        return _run_pipeline(arguments, pipeline_page.render)
+    return _run_watched(arguments, assemble.render)
+
+
+def _run_pipeline(arguments: argparse.Namespace, render: Callable[[Comparison], str]) -> int:
+    require_writable(arguments.out)
+    with _planning(arguments) as (model, args, profile):
+        if not isinstance(model, nn.Module):
+            raise TargetError(f"{arguments.target} is a training step: a pipeline is planned of its model")
+        shown = render(pipelines.compared(arguments, model, args, profile))
+    show(shown, arguments.out, report=render is pipeline_text.render)
+    return 0
+
+
+def _run_processes(arguments: argparse.Namespace) -> int:
     require_writable(arguments.out)
     options = _options(arguments)
-    device, profile = _planned_for(arguments.device)
-    inputs = [parse_input(text) for text in arguments.input]
-    processes = nullcontext() if arguments.world is None else fake_processes(arguments.world)
-    with progress(f"planning {arguments.target}"), redirect_stdout(sys.stderr), _quiet_torch(), processes as group:
-        model, args = prepare(arguments.target, inputs, device, zoo_model=zoo.uncalibrated)
-        if isinstance(model, nn.Module):
-            if group is not None:
-                raise TargetError(f"{arguments.target} is a model: --world plans a training step, (step, batch)")
-            shown = pipelines.planned(arguments, model, args, profile)
-        else:
-            if group is None:
-                raise TargetError(f"{arguments.target} is a training step: a pipeline is planned of its model")
-            shown = scaling.planned(arguments, model, args, options, profile, group)
+    with fake_processes(arguments.world) as group, _planning(arguments) as (step, batch, profile):
+        if isinstance(step, nn.Module):
+            raise TargetError(f"{arguments.target} is a model: --world plans a training step, (step, batch)")
+        shown = scaling.planned(arguments, step, batch, options, profile, group)
     show(shown, arguments.out, report=arguments.form == "text")
     return 0
+
+
+@contextmanager
+def _planning(
+    arguments: argparse.Namespace,
+) -> Iterator[tuple[nn.Module | Step, tuple[Any, ...], DeviceProfile | None]]:
+    """The target with its arguments, and the device to plan for if it is not here; quiet inside."""
+    device, profile = _planned_for(arguments.device)
+    inputs = [parse_input(text) for text in arguments.input]
+    with progress(f"planning {arguments.target}"), redirect_stdout(sys.stderr), _quiet_torch():
+        model, args = prepare(arguments.target, inputs, device, zoo_model=zoo.uncalibrated)
+        yield model, args, profile
 
 
 def _run_watched(arguments: argparse.Namespace, render: Callable[[Report], str]) -> int:
@@ -327,9 +356,10 @@ REPORT = Command(
     "write a page about a model's plan, to be opened in a browser",
     f"""Write all that is known of a model's plan as one HTML page, which needs no network: summary, timeline,
 memory over time, graph, ops, candidates and environment, to be looked through with mouse, keys or fingers.
+With --stages, the page is about a pipeline: its stages, and the timeline of all devices by each schedule.
 
 {TARGET}""",
     "report googlenet --input 1x3x224x224:float16 --device h200 --out report.html",
-    PLANNING,
-    partial(_run_watched, render=assemble.render),
+    [*PLANNING, *PIPELINE],
+    _run_report,
 )

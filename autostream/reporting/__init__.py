@@ -2,5 +2,6 @@
 
 ``report.py`` is what is known, ``summary.py`` and ``explanation.py`` what follows from it. It is drawn by ``text.py``
 (``explain`` and the command line), ``dump.py`` (JSON), ``dot.py`` and ``svg.py`` (the graph), ``timeline.py`` (a
-trace), ``page/`` (HTML, by ``page/assemble.py``) and ``notebook.py``.
+trace), ``page/`` (HTML, by ``page/assemble.py``) and ``notebook.py``. Pipelines are drawn by ``pipelines.py`` and
+``page/pipelines.py``.
 """

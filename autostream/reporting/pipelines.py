@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from autostream.ir import Slice
-from autostream.reporting.tables import count, few, pairs, size, table, us
-from autostream.scheduling.microbatches import Comparison, Pipeline, Run
+from autostream.reporting.tables import Table, count, few, pairs, size, us
+from autostream.scheduling.microbatches import Comparison, Pipeline, Run, action_of
 
 _WIDTH = 100
 """Characters of a step in a drawing."""
@@ -20,25 +20,38 @@ _WIDTH = 100
 
 def render(comparison: Comparison) -> str:
     """The best schedule, the stages, all schedules as a table and as drawings, and numbers of microbatches."""
-    pipeline, best, asked = comparison.pipeline, comparison.best, comparison.asked()
-    summary = [
+    parts = (
+        pairs(summary(comparison)),
+        split_table(comparison.pipeline),
+        *(each.text() for each in runs_tables(comparison)),
+        *(_drawing(run) for run in comparison.asked() if not run.refusal),
+    )
+    return "\n\n".join(parts)
+
+
+def summary(comparison: Comparison) -> list[tuple[str, str]]:
+    """What was compared, the best of it, and what cannot run."""
+    pipeline, best = comparison.pipeline, comparison.best
+    return [
         ("model", pipeline.model),
         ("devices", f"{len(pipeline.stages)} times {pipeline.device}, joined by {comparison.interconnect}"),
         ("step", f"{pipeline.microbatches} microbatches of {count(comparison.rows, 'row')}, forward and backward"),
         ("best", f"{best.schedule} with {best.microbatches} microbatches: {us(best.step_us)}, {best.bubble:.0%} waits"),
-        *(("refused", f"{run.schedule}: {run.refusal}") for run in asked if run.refusal),
+        *(("refused", f"{run.schedule}: {run.refusal}") for run in comparison.asked() if run.refusal),
     ]
+
+
+def runs_tables(comparison: Comparison) -> tuple[Table, Table]:
+    """The schedules of the microbatches that were asked for, and the fastest schedule of each number of them."""
     numbers = sorted({run.microbatches for run in comparison.runs})
     runs = [[run for run in comparison.runs if run.microbatches == number and not run.refusal] for number in numbers]
-    fastest = [min(each, key=lambda run: run.step_us) for each in runs if each]
-    parts = (
-        pairs(summary),
-        split_table(pipeline),
-        _runs_table("Schedules", [run for run in asked if not run.refusal]),
-        _runs_table("Microbatches, of as many rows together", fastest),
-        *(_drawing(run) for run in asked if not run.refusal),
+    return (
+        _runs_table("Schedules", [run for run in comparison.asked() if not run.refusal]),
+        _runs_table(
+            "Microbatches, of as many rows together",
+            [min(each, key=lambda run: run.step_us) for each in runs if each],
+        ),
     )
-    return "\n\n".join(parts)
 
 
 def to_json(comparison: Comparison) -> str:
@@ -48,7 +61,7 @@ def to_json(comparison: Comparison) -> str:
     return json.dumps({**asdict(comparison), "best": chosen}, indent=1, allow_nan=False)
 
 
-def _runs_table(title: str, runs: Iterable[Run]) -> str:
+def _runs_table(title: str, runs: Iterable[Run]) -> Table:
     head = ("schedule", "microbatches", "step", "waits", "memory of each device")
     rows = [
         (
@@ -60,7 +73,7 @@ def _runs_table(title: str, runs: Iterable[Run]) -> str:
         )
         for run in runs
     ]
-    return table(title, head, rows, right="microbatches step waits")
+    return Table(title, head, rows, right="microbatches step waits")
 
 
 def _drawing(run: Run) -> str:
@@ -75,13 +88,17 @@ def _line(slices: Sequence[Slice], step_us: float) -> str:
     cells = ["·"] * _WIDTH
     for piece in slices:
         first, end = (round(at_us / step_us * _WIDTH) for at_us in (piece.start_us, piece.end_us))
-        kind = next(letter for letter in piece.op if letter.isalpha())
-        cells[first:end] = kind * (end - first)
+        cells[first:end] = action_of(piece.op).kind * (end - first)
     return "".join(cells)
 
 
 def split_table(split: Pipeline) -> str:
     """A model's stages, one a row."""
+    return "\n".join([stages_table(split).text(), *stages_notes(split)])
+
+
+def stages_table(split: Pipeline) -> Table:
+    """The same without notes."""
     rows = [
         (
             str(at),
@@ -98,7 +115,11 @@ def split_table(split: Pipeline) -> str:
     ]
     title = f"{split.model} in {count(len(rows), 'stage')} on {split.device}, {split.microbatches} microbatches a step"
     head = ("stage", "submodules", "forward", "backward", "bytes in", "weights", "memory")
+    return Table(title, head, rows, right="forward backward bytes weights memory")
+
+
+def stages_notes(split: Pipeline) -> list[str]:
+    """What a table of stages does not say."""
     about = f"A step by 1F1B takes {us(split.step_us)}. Times and bytes in are of one microbatch."
     copies = f"Several stages have a copy of {few(split.shared)}: add up its gradients yourself."
-    stages = table(title, head, rows, right="forward backward bytes weights memory")
-    return "\n".join(part for part in (stages, about, split.shared and copies) if part)
+    return [about, copies] if split.shared else [about]

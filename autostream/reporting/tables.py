@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from tabulate import tabulate
 
@@ -20,9 +21,42 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], right:
         ------  ----
         1e5        7
     """
-    sides = ["right" if name.split(" ")[0] in right.split() else "left" for name in head]
     # Names such as "1e5" must stay what they are.
-    return f"{title}\n" + tabulate(rows, head, tablefmt="simple", disable_numparse=True, colalign=sides)
+    return f"{title}\n" + tabulate(rows, head, tablefmt="simple", disable_numparse=True, colalign=_sides(head, right))
+
+
+def _sides(head: Sequence[str], right: str) -> list[str]:
+    return ["right" if name.split(" ")[0] in right.split() else "left" for name in head]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table that is drawn as text or as HTML.
+
+    Attributes:
+        title: above it.
+        head: the names of its columns.
+        rows: their cells.
+        right: first words of the columns that are aligned to the right.
+
+    Example:
+        >>> "<fig>" in Table("Fruit", ["name"], [["<fig>"]]).html()
+        False
+    """
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right: str = ""
+
+    def text(self) -> str:
+        """The table under its title."""
+        return table(self.title, self.head, self.rows, self.right)
+
+    def html(self) -> str:
+        """The table, without its title."""
+        sides = _sides(self.head, self.right)
+        return tabulate(self.rows, self.head, tablefmt="html", disable_numparse=True, colalign=sides)
 
 
 def pairs(lines: Iterable[tuple[str, str]]) -> str:

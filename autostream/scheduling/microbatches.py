@@ -14,9 +14,10 @@ NeurIPS), 1F1B from Narayanan et al. 2019 (PipeDream, SOSP).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from autostream.errors import ScheduleError
 from autostream.ir import Slice, Timeline
@@ -24,11 +25,25 @@ from autostream.scheduling.partition import Stage
 
 
 class Action(NamedTuple):
-    """What a device does next: a forward, a backward, or one of the halves of a backward."""
+    """What a device does next: a forward, a backward, or one of the halves of a backward.
+
+    Example:
+        >>> str(Action(1, "F", 3)), action_of("1F3").microbatch
+        ('1F3', 3)
+    """
 
     stage: int
     kind: Literal["F", "B", "I", "W"]
     microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+def action_of(text: str) -> Action:
+    """The action that is written so, as in the slices of a timeline."""
+    stage, kind, microbatch = re.split("([FBIW])", text)
+    return Action(int(stage), cast(Any, kind), int(microbatch))
 
 
 Orders = Sequence[Sequence[Action]]
@@ -184,10 +199,10 @@ def simulated(orders: Orders, stages: Sequence[Stage], transfers_us: Sequence[fl
             while done[device] < len(order) and (at_us := ready_us(action := order[done[device]])) is not None:
                 start_us = max(at_us, free_us[device])
                 ends[action] = free_us[device] = start_us + duration_us(action, stages)
-                slices.append(Slice(f"{action.stage}{action.kind}{action.microbatch}", device, start_us, ends[action]))
+                slices.append(Slice(str(action), device, start_us, ends[action]))
                 done[device], progress = done[device] + 1, True
     if stuck := [order[at] for at, order in zip(done, orders, strict=True) if at < len(order)]:
-        raise ScheduleError(f"the devices wait for each other: at {', '.join(f'{s}{k}{m}' for s, k, m in stuck)}")
+        raise ScheduleError(f"the devices wait for each other: at {', '.join(map(str, stuck))}")
     return Timeline(tuple(slices))
 
 

@@ -42,6 +42,16 @@ def test_a_pipeline_is_planned_without_a_gpu(capsys: pytest.CaptureFixture[str],
     assert data["best"] == {name: best[name] for name in ("schedule", "microbatches")}
 
 
+def test_a_page_of_a_pipeline_has_all_schedules(tower: str, tmp_path: Path) -> None:
+    assert (
+        cli.main(["report", tower, "--stages", "2", "--microbatches", "4", "--device", "h200", "--out", "p.html"]) == 0
+    )
+    page = (tmp_path / "p.html").read_text()
+    assert page.startswith("<!doctype html>")
+    for schedule in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"):
+        assert f"<h3>{schedule}, 4 microbatches" in page
+
+
 def test_a_slower_interconnect_takes_longer(capsys: pytest.CaptureFixture[str], tower: str) -> None:
     steps = []
     for name in ("nvlink", "infiniband"):

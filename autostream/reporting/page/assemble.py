@@ -12,16 +12,13 @@ their hash, and nothing else.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-import re
 from collections.abc import Mapping
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from autostream.reporting.dump import dump
 from autostream.reporting.page.layers import places
+from autostream.reporting.page.template import filled, hash_of, text_of
 from autostream.reporting.timeline import Event, events
 
 if TYPE_CHECKING:
@@ -41,16 +38,15 @@ def render(report: Report) -> str:
         >>> page.startswith("<!doctype html>"), "<b>" in page
         (True, False)
     """
-    style, script = _file("page.css"), "\n".join(map(_file, SCRIPTS))
+    style, script = text_of("page.css"), "\n".join(map(text_of, SCRIPTS))
     parts = {
         "style": style,
         "script": script,
-        "style-hash": _hash(style),
-        "script-hash": _hash(script),
+        "style-hash": hash_of(style),
+        "script-hash": hash_of(script),
         "data": _json(_data(report, dump(report))),
     }
-    # In one pass: inserted text is not substituted again.
-    return re.sub(r"\{\{([\w-]+)\}\}", lambda found: parts[found[1]], _file("page.html"))
+    return filled("page.html", parts)
 
 
 def _data(report: Report, dumped: dict[str, Any]) -> dict[str, Any]:
@@ -101,11 +97,3 @@ def _lean(event: Event) -> Event:
 def _json(value: object) -> str:
     """JSON that cannot end the script element that it is in."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def _file(name: str) -> str:
-    return (files(__package__) / name).read_text(encoding="utf-8")
