@@ -114,8 +114,8 @@ def stages_table(split: Pipeline) -> Table:
         )
     ]
     title = f"{split.model} in {count(len(rows), 'stage')} on {split.device}, {split.microbatches} microbatches a step"
-    head = ("stage", "submodules", "forward", "backward", "bytes in", "weights", "memory")
-    return Table(title, head, rows, right="forward backward bytes weights memory")
+    head = ("stage", "submodules", "forward", "backward", "bytes in", "weights, gradients, states", "memory")
+    return Table(title, head, rows, right="forward backward bytes weights, memory")
 
 
 def stages_notes(split: Pipeline) -> list[str]:
