@@ -214,9 +214,11 @@ def _finish(device: torch.device) -> None:
 
 
 def _described(report: Any) -> str:
-    """What runs, and how much of the sums is hidden as predicted."""
+    """What runs, and how many schedules there was time to measure."""
     streams = report.chosen.schedule.streams if report.chosen else 0
-    return f"{report.mode}, {report.level} kernels, {streams} streams"
+    measured = sum(each.measured_us is not None for each in report.candidates)
+    tried = f"{measured} of {len(report.candidates)} schedules measured in {report.seconds.get('select', 0.0):.1f} s"
+    return f"{report.mode}, {report.level} kernels, {streams} streams, {tried}"
 
 
 if __name__ == "__main__":
