@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from autostream.ir import Limit
+from autostream.ir import Candidate, Limit
 from autostream.options import MAX_STREAMS
 from autostream.reporting.memory import kept_out
 from autostream.reporting.summary import Summary, named
@@ -49,6 +49,7 @@ def advise(
         *_widen(numbers, chain, parts),
         *_spread_out(report, numbers, parts),
         *_free(report),
+        *_wait(report),
         *_allow(report),
         *_measure(report),
         *_calibrate(report),
@@ -122,11 +123,22 @@ def _spread_out(report: Report, numbers: Summary, parts: Breakdown | None) -> It
 
 def _free(report: Report) -> Iterator[str]:
     """A faster schedule did not fit into the device's memory."""
-    refused = [candidate for candidate in report.candidates if candidate.limit is Limit.DEVICE]
+    for best, gain in _faster(report, Limit.DEVICE):
+        yield f"more free memory: {named(best.schedule)} did not fit, and {gain}"
+
+
+def _wait(report: Report) -> Iterator[str]:
+    """There was no time to measure a schedule that may be faster."""
+    for best, gain in _faster(report, Limit.TIME):
+        yield f"a larger tuning_seconds: there was no time to measure {named(best.schedule)}, which {gain}"
+
+
+def _faster(report: Report, limit: Limit) -> Iterator[tuple[Candidate, str]]:
+    """The best schedule that this limit has kept out, and by how much, if it is predicted to be faster."""
+    refused = [candidate for candidate in report.candidates if candidate.limit is limit]
     best = min(refused, key=lambda candidate: candidate.predicted_us, default=None)
     if best and report.chosen and best.predicted_us < report.chosen.predicted_us:
-        gain_us = report.chosen.predicted_us - best.predicted_us
-        yield f"more free memory: {named(best.schedule)} did not fit, and is predicted to take {us(gain_us)} less"
+        yield best, f"is predicted to take {us(report.chosen.predicted_us - best.predicted_us)} less"
 
 
 def _allow(report: Report) -> Iterator[str]:

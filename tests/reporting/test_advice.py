@@ -121,6 +121,15 @@ def test_what_did_not_fit_into_memory_calls_for_more() -> None:
     assert not starting(advice(candidates=(CHOSEN, replace(refused, limit=None))), "more free memory")
 
 
+def test_what_there_was_no_time_to_measure_calls_for_more() -> None:
+    refused = replace(CHOSEN, predicted_us=10.5, refusal="not measured", limit=Limit.TIME)
+    assert starting(advice(candidates=(GRAPHED, CHOSEN, refused)), "a larger tuning_seconds") == [
+        "a larger tuning_seconds: there was no time to measure critical_path over 2 streams, which is predicted to take "
+        "2.5 µs less"
+    ]
+    assert not starting(advice(candidates=(CHOSEN, replace(refused, predicted_us=13.5))), "a larger tuning_seconds")
+
+
 def test_what_the_memory_budget_keeps_out_calls_for_a_larger_one() -> None:
     """One stream takes 3.1 MB, and 4.5 MB are 1.4516 times that."""
     refused = replace(CHOSEN, predicted_us=10.5, refusal="needs 4.5 MB", limit=Limit.BUDGET)
