@@ -124,8 +124,8 @@ def test_what_did_not_fit_into_memory_calls_for_more() -> None:
 def test_what_there_was_no_time_to_measure_calls_for_more() -> None:
     refused = replace(CHOSEN, predicted_us=10.5, refusal="not measured", limit=Limit.TIME)
     assert starting(advice(candidates=(GRAPHED, CHOSEN, refused)), "a larger tuning_seconds") == [
-        "a larger tuning_seconds: there was no time to measure critical_path over 2 streams, which is predicted to take "
-        "2.5 µs less"
+        "a larger tuning_seconds: there was no time to measure critical_path over 2 streams, "
+        "which is predicted to take 2.5 µs less"
     ]
     assert not starting(advice(candidates=(CHOSEN, replace(refused, predicted_us=13.5))), "a larger tuning_seconds")
 
