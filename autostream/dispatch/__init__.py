@@ -5,7 +5,7 @@ model                         step                question
 ============================  ==================  ================================================================
 optimized_callable, _method   step_functions      What do users hold and call?
 dispatcher, admission         step_graphs         What runs this call, and is one more schedule worth making?
-replay                        step_replay         Is it like a recent call? Then its graph is replayed (fast path).
+cached_replays, replay        step_replay         Is it like a recent call? Then its graph is replayed (fast path).
 ..                            step_calls          By which key is it found? Why does no graph compute it?
 entries                       captured_step       What is made of a call that is new?
 captured_call                 captured_step       How does one graph run a call?
@@ -16,6 +16,6 @@ scheduled_program, sections   the same            One program with its schedule,
 ============================  ==================  ================================================================
 
 ``steps`` is the step of ``train_step``, and ``children`` what ``Parallel`` runs. ``padding`` pads arguments to buckets
-before all that; ``requirements`` checks what options ask of the machine; ``paranoid`` compares each call with the
-model's own result.
+before all that; ``requirements`` checks what options ask of the machine; ``results`` finds out what a captured call
+returns; ``paranoid`` compares each call with the model's own result.
 """
