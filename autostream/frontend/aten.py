@@ -9,7 +9,7 @@ Composite ops (``aten.linear``, ``aten.conv2d``) are not decomposed where no gra
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 from warnings import catch_warnings, filterwarnings
@@ -54,7 +54,6 @@ def program_of(
     inputs: Sequence[GraphInput],
     *,
     device: str | None = None,
-    decompositions: Mapping[OpOverload, Callable[..., Any]] | None = None,
 ) -> tuple[Program, dict[str, Tensor]]:
     """Trace a graph of torch ops, or of ATen ops at other shapes.
 
@@ -62,7 +61,6 @@ def program_of(
         module: takes flat tensors and returns a tuple of tensors.
         inputs: its inputs.
         device: the device that the program is for, to plan for one that this machine lacks.
-        decompositions: by op. With any, composite ops are decomposed too.
 
     Returns:
         A program, whose placeholders are the weights and constants that it uses, then all inputs; and the constants
@@ -79,7 +77,7 @@ def program_of(
         >>> program.module.graph.find_nodes(op="call_function", target=aten.add.Tensor)
         [add]
     """
-    return as_program(_aten_graph(module, [tensor for *_, tensor in inputs], decompositions), inputs, device)
+    return as_program(_aten_graph(module, [tensor for *_, tensor in inputs]), inputs, device)
 
 
 def as_program(
@@ -92,18 +90,14 @@ def as_program(
     return _program(traced, placeholders), constants
 
 
-def _aten_graph(
-    module: fx.GraphModule,
-    tensors: Sequence[Tensor],
-    decompositions: Mapping[OpOverload, Callable[..., Any]] | None = None,
-) -> fx.GraphModule:
+def _aten_graph(module: fx.GraphModule, tensors: Sequence[Tensor]) -> fx.GraphModule:
     """A graph as ATen ops, each with a fake value (``meta["val"]``) and the user's stack (``meta["stack_trace"]``)."""
     if setters := [node for node in module.graph.nodes if node.target in _SETTERS]:
         raise TraceError(f"it sets {setters[0].name.removeprefix('set_')}, which its ATen ops would not")
-    if decompositions is None and not _casts(module):
+    if not _casts(module):
         with suppress(TraceError):  # below, after composite ops are decomposed, the graph may be traced after all
             return traced_on_fakes(fx.Interpreter(module).run, tensors, None, pre_dispatch=True)
-    return traced_on_fakes(fx.Interpreter(module).run, tensors, dict(decompositions or {}))
+    return traced_on_fakes(fx.Interpreter(module).run, tensors, {})
 
 
 def traced_on_fakes(
