@@ -299,13 +299,23 @@ def _leaves_of(loss: Tensor) -> set[int]:
     """The ids of the leaves that get a gradient in the backward of a tensor."""
     if loss.grad_fn is None:
         return {id(loss)}
+    return {id(node.variable) for node in backward_nodes(loss) if hasattr(node, "variable")}
+
+
+def backward_nodes(loss: Tensor) -> Iterator[Any]:
+    """The nodes of autograd's graph that the backward of a tensor runs, each once.
+
+    Example:
+        >>> [node.name() for node in backward_nodes(torch.ones(2, requires_grad=True).sum())]
+        ['SumBackward0', 'torch::autograd::AccumulateGrad']
+    """
     pending, seen = [loss.grad_fn], set[Any]()
     while pending:
         node: Any = pending.pop()
         if node is not None and node not in seen:
             seen.add(node)
             pending += [following for following, _ in node.next_functions]
-    return {id(node.variable) for node in seen if hasattr(node, "variable")}
+            yield node
 
 
 @contextmanager

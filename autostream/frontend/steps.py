@@ -34,7 +34,7 @@ from autostream.frontend.optimizers import Group, update
 from autostream.frontend.parameters import State, clear_gradients, have_hooks
 from autostream.frontend.saved_tensors import hooks_set_aside
 from autostream.frontend.scalers import SCALER, Scalers
-from autostream.frontend.step_capture import OPTIMIZER_STEP
+from autostream.frontend.step_capture import OPTIMIZER_STEP, backward_nodes
 from autostream.ir import Program, Role
 from autostream.utils.storages import layout_of, storage_of
 
@@ -206,14 +206,9 @@ def _keep_lines(loss: Tensor) -> None:
     Args:
         loss: computed in anomaly mode, in which autograd records the lines of forward ops.
     """
-    pending, seen = [loss.grad_fn], set()
-    while pending:
-        node: Any = pending.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            pending += [following for following, _ in node.next_functions]
-            if lines := node.metadata.get("traceback_"):
-                node.register_prehook(lambda gradients, lines=lines: set_stack_trace(lines))
+    for node in backward_nodes(loss):
+        if lines := node.metadata.get("traceback_"):
+            node.register_prehook(lambda gradients, lines=lines: set_stack_trace(lines))
 
 
 class _RandomRecomputation(AutostreamError):  # noqa: N818 - control flow within this file, not an error
