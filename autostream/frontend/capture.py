@@ -95,7 +95,8 @@ class Capture:
         inputs: of ``module``, in order.
         tensors: the values of these inputs in the captured call.
         guards: whether the graph may be reused for another call.
-        restore: see :meth:`restored`.
+        restored: makes a function of ``(model, args, kwargs)`` that does what the model does, with another function in
+            place of ``module``, which takes the flat tensors and returns as many.
         bytecode: Dynamo's, which it runs: instructions and what they load, without the name of the graph.
         stores: the constants that a call assigns to attributes of Python objects.
         effects: whether a call has side effects on Python objects beyond ``stores``.
@@ -112,7 +113,7 @@ class Capture:
     inputs: tuple[Input, ...]
     tensors: tuple[Tensor, ...]
     guards: Guards
-    restore: Callable[[Callable[..., Any]], Callable[..., Any]]
+    restored: Callable[[Callable[..., Sequence[Any]]], Callable[..., Any]]
     bytecode: tuple[tuple[str, Any], ...]
     stores: tuple[Store, ...] = ()
     effects: bool = False
@@ -124,18 +125,10 @@ class Capture:
     def graph_inputs(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The tensors that Dynamo's bytecode passes to the graph in a call. The graph does not run."""
         try:
-            self.restore(_raise_inputs)(model, args, kwargs)
+            self.restored(_raise_inputs)(model, args, kwargs)
         except _GraphInputs as inputs:
             return inputs.values
         raise AssertionError("a captured call runs its graph")
-
-    def restored(self, run: Callable[..., Sequence[Any]]) -> Callable[[Any, Any, Any], Any]:
-        """A function of ``(model, args, kwargs)`` that does what the model does, with ``run`` in place of the graph.
-
-        Args:
-            run: takes the flat tensors, and returns as many as ``module``.
-        """
-        return self.restore(run)
 
 
 class _GraphInputs(Exception):  # noqa: N818 - control flow within this file, not an error
@@ -299,16 +292,16 @@ def _capture_of(
     used_globals = {name: known[name] for name in environment.external_refs if name in known}
     backend_id = module.meta.get("backend_id") or module._backend_id
 
-    def restore(run: Callable[..., Any]) -> Callable[..., Any]:
-        restored: Callable[..., Any] = environment.forward_callable(
+    def restored(run: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
+        call: Callable[..., Any] = environment.forward_callable(
             backend_id, numbers.beside(run) if numbers else run, extra_globals=used_globals
         )
-        return restored
+        return call
 
     guarded = guards_of(graph_output, code, scope)
     bytecode = tuple((step.opname, step.argval) for step in get_instructions(output.bytecode))
     bytecode = tuple((name, value) for name, value in bytecode if value != backend_id)
-    return Capture(module, inputs, tuple(example_inputs), guarded, restore, bytecode)
+    return Capture(module, inputs, tuple(example_inputs), guarded, restored, bytecode)
 
 
 def is_argument(source: Any) -> bool:
