@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import autostream
 from autostream import MismatchError, OptionError, TargetError
@@ -140,44 +141,72 @@ def written_with_grad() -> Made:
     return update, (optimizer,), model
 
 
+EAGER_KERNELS = {"policy": "critical_path", "kernels": "eager"}
+
+
+def batch(at: int) -> tuple[Tensor]:
+    return (torch.randn(4, 3, dtype=torch.double),)
+
+
+def course(
+    make: Callable[[], Made],
+    wrap: Callable[[Any, Sequence[Optimizer]], Update] = lambda update, _: update,
+    between: Callable[[int, Any, Sequence[Optimizer]], object] = lambda at, modules, optimizers: None,
+    arguments: Callable[[int], tuple[Any, ...]] = batch,
+    steps: int = 8,
+) -> list[Any]:
+    """After each step: its results, weights, buffers, gradients, all of the optimizers, and the random generator."""
+    torch.manual_seed(0)
+    update, optimizers, modules = make()
+    step, seen = wrap(update, optimizers), list[Any]()
+    torch.manual_seed(1)
+    for at in range(steps):
+        between(at, modules, optimizers)
+        results = tree_leaves(step(*arguments(at)))
+        weights = [*modules.parameters(), *modules.buffers()]
+        gradients = [parameter.grad for parameter in modules.parameters()]
+        states = [optimizer.state_dict() for optimizer in optimizers]
+        now = [results, weights, gradients, states, torch.get_rng_state()]
+        seen.append(tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), now))
+    return seen
+
+
+def assert_same(ours: list[Any], theirs: list[Any]) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+
+def assert_steps_alike(make: Callable[[], Made], options: Mapping[str, Any] = EAGER_KERNELS, **how: Any) -> Any:
+    """Scheduled steps leave what eager ones do. Returns the scheduled function."""
+    steps: list[Any] = []
+
+    def scheduled(update: Update, optimizers: Sequence[Optimizer]) -> Update:
+        steps.append(autostream.step(optimizers=optimizers, **options)(update))
+        return steps[0]
+
+    assert_same(course(make, scheduled, **how), course(make, **how))
+    return steps[0]
+
+
+def modes(step: Any) -> list[str]:
+    return [report.mode for report in step.reports]
+
+
+STRICT = {**EAGER_KERNELS, "strict": True}
 STEPS = {make.__name__: make for make in (sac, gan, accumulated, written_with_grad)}
 
 
-def state_after(
-    make: Callable[[], Made], wrap: Callable[[Update, Sequence[Optimizer]], Update], steps: int
-) -> list[Tensor]:
-    """Results of some steps, then weights, buffers, optimizer states and the state of the random generator."""
-    torch.manual_seed(0)
-    update, optimizers, modules = make()
-    step = wrap(update, optimizers)
-    torch.manual_seed(1)
-    results: list[Tensor] = []
-    for at in range(steps):
-        batch = [torch.randn(6, wide, dtype=torch.double) for wide in (3, 2, 1, 3)]
-        results += [result.detach() for result in torch.utils._pytree.tree_leaves(step(*batch))]
-        if at == steps // 2:
-            for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] /= 2
-    states = [value for each in optimizers for state in each.state.values() for value in state.values()]
-    tensors = [*results, *modules.parameters(), *modules.buffers(), *filter(torch.is_tensor, states)]
-    return [*(tensor.detach().double() for tensor in tensors), torch.get_rng_state().double()]
+def four_tensors(at: int) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(6, wide, dtype=torch.double) for wide in (3, 2, 1, 3))
 
 
 @pytest.mark.parametrize("make", STEPS.values(), ids=STEPS)
 def test_twenty_steps_are_the_eager_ones(make: Callable[[], Made]) -> None:
-    steps: list[Any] = []
+    def halve_rates(at: int, modules: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers if at == 11 else ():
+            optimizer.param_groups[0]["lr"] /= 2
 
-    def scheduled(update: Update, optimizers: Sequence[Optimizer]) -> Update:
-        steps.append(
-            autostream.step(optimizers=optimizers, kernels="eager", policy="critical_path", strict=True)(update)
-        )
-        return steps[0]
-
-    for eager, ours in zip(
-        state_after(make, lambda update, _: update, 20), state_after(make, scheduled, 20), strict=True
-    ):
-        torch.testing.assert_close(ours, eager, rtol=0, atol=1e-10)
-    (report,) = steps[0].reports
+    step = assert_steps_alike(make, STRICT, between=halve_rates, arguments=four_tensors, steps=20)
+    (report,) = step.reports
     assert report.graph is not None
     assert report.model == f"{make.__name__}.<locals>.update"
 
@@ -208,9 +237,8 @@ def test_results_are_detached() -> None:
 def test_gradients_that_go_from_call_to_call_keep_the_step_eager() -> None:
     """Without a ``zero_grad`` each step adds to the gradients of the one before."""
 
-    def make() -> tuple[nn.Linear, Optimizer, Update]:
-        torch.manual_seed(0)
-        model = nn.Linear(3, 1)
+    def make() -> Made:
+        model = nn.Linear(3, 1).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def update(x: Tensor) -> Tensor:
@@ -219,14 +247,9 @@ def test_gradients_that_go_from_call_to_call_keep_the_step_eager() -> None:
             optimizer.step()
             return loss
 
-        return model, optimizer, update
+        return update, [optimizer], model
 
-    (model, optimizer, update), (other, _, eager) = make(), make()
-    step = autostream.step(optimizers=[optimizer])(update)
-    for _ in range(4):
-        torch.testing.assert_close(step(torch.ones(2, 3)), eager(torch.ones(2, 3)).detach())
-        torch.testing.assert_close(model.weight.grad, other.weight.grad)
-    (report,) = step.reports
+    (report,) = assert_steps_alike(make, steps=4).reports
     assert "gradient of module_0.weight (1x3), which is there when" in report.refusals[0].reason
     assert "call zero_grad() before each backward" in report.refusals[0].reason
 
@@ -245,20 +268,19 @@ def test_a_step_may_clear_the_gradients_of_a_module() -> None:
 
     for _ in range(4):
         update(torch.ones(2, 3))
-    assert [report.mode for report in update.reports] == ["one stream"]
+    assert modes(update) == ["one stream"]
 
 
 @pytest.mark.parametrize("cleared", ["first", "last"])
 def test_an_optimizer_that_a_call_leaves_alone_does_not_matter(cleared: str) -> None:
     """TD3: the actor learns in every other step, and what it leaves in the gradients of the critic is cleared later."""
 
-    def make() -> tuple[Update, Sequence[Optimizer], nn.Module]:
-        torch.manual_seed(0)
+    def make() -> Made:
         actor, critic = layers(3, 4, 2), layers(5, 4, 1)
         target = copy.deepcopy(critic).requires_grad_(False)
         adams = actor_adam, critic_adam = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (actor, critic)]
 
-        def update(x: Tensor, *, delayed: bool) -> Tensor:
+        def update(x: Tensor, delayed: bool) -> Tensor:
             with torch.no_grad():
                 goal = target(torch.cat([x, actor(x)], -1))
             loss = F.mse_loss(critic(torch.cat([x, torch.ones_like(x)[:, :2]], -1)), goal + 1)
@@ -279,25 +301,15 @@ def test_an_optimizer_that_a_call_leaves_alone_does_not_matter(cleared: str) -> 
 
         return update, adams, nn.ModuleList([actor, critic, target])
 
-    (update, adams, ours), (eager, _, theirs) = make(), make()
-    step = autostream.step(optimizers=adams, strict=True, kernels="eager", policy="sequential")(update)
-    for at in range(8):
-        x = torch.randn(6, 3, dtype=torch.double)
-        torch.testing.assert_close(
-            step(x, delayed=at % 2 == 0), eager(x, delayed=at % 2 == 0).detach(), rtol=0, atol=1e-10
-        )
-        torch.testing.assert_close([*ours.parameters()], [*theirs.parameters()], rtol=0, atol=1e-10)
-        gradients = [[each.grad for each in modules.parameters()] for modules in (ours, theirs)]
-        torch.testing.assert_close(*gradients, rtol=0, atol=1e-10)
-    assert [report.mode for report in step.reports] == ["one stream"] * 2
+    step = assert_steps_alike(make, STRICT, arguments=lambda at: (*batch(at), at % 2 == 0))
+    assert modes(step) == ["one stream"] * 2
 
 
 @pytest.mark.parametrize("flag", ["an argument", "read"])
 def test_an_optimizer_may_make_its_state_later_than_another(flag: str, caplog: pytest.LogCaptureFixture) -> None:
     """Each optimizer's first update is an eager step, like the first call, and nothing to report."""
 
-    def make() -> tuple[Update, Sequence[Optimizer], nn.Module]:
-        torch.manual_seed(0)
+    def make() -> Made:
         actor, critic = layers(3, 4, 3), layers(3, 4, 1)
         adams = actor_adam, critic_adam = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (actor, critic)]
 
@@ -314,17 +326,15 @@ def test_an_optimizer_may_make_its_state_later_than_another(flag: str, caplog: p
 
         return update, adams, nn.ModuleList([actor, critic])
 
-    (update, adams, ours), (eager, _, theirs) = make(), make()
-    step = autostream.step(optimizers=adams, strict=True, kernels="eager", policy="sequential")(update)
+    def delay(at: int, modules: Any, optimizers: Sequence[Optimizer]) -> None:
+        modules[1].delayed = flag == "read" and at % 3 == 2
+
+    def arguments(at: int) -> tuple[Any, ...]:
+        return *batch(at), at % 3 == 2 if flag == "an argument" else None
+
     with caplog.at_level(logging.WARNING, "autostream"):
-        for at in range(9):
-            x, delayed = torch.randn(6, 3, dtype=torch.double), at % 3 == 2
-            for modules in (ours, theirs):
-                modules[1].delayed = flag == "read" and delayed
-            flagged = delayed if flag == "an argument" else None
-            torch.testing.assert_close(step(x, flagged), eager(x, flagged).detach(), rtol=0, atol=1e-10)
-            torch.testing.assert_close([*ours.parameters()], [*theirs.parameters()], rtol=0, atol=1e-10)
-    assert {report.mode for report in step.reports} == {"one stream"}
+        step = assert_steps_alike(make, STRICT, between=delay, arguments=arguments, steps=9)
+    assert {*modes(step)} == {"one stream"}
     assert not caplog.records
 
 
@@ -423,8 +433,7 @@ def test_distributions_need_no_validate_args(loss_of: Any, monkeypatch: pytest.M
 def test_steps_of_two_functions_take_turns_over_the_same_modules(listed: str) -> None:
     """Each leaves gradients, which the other neither reads nor clears."""
 
-    def make() -> tuple[list[Update], Sequence[Optimizer], nn.Module]:
-        torch.manual_seed(0)
+    def make() -> tuple[Any, Sequence[Optimizer], nn.Module]:
         actor, critic = layers(3, 4, 3), layers(3, 4, 1)
         adams = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (actor, critic)]
 
@@ -444,29 +453,18 @@ def test_steps_of_two_functions_take_turns_over_the_same_modules(listed: str) ->
 
         return [follow, criticize], adams, nn.ModuleList([actor, critic])
 
-    (updates, adams, ours), (eager, _, theirs) = make(), make()
-    lists = [adams, adams] if listed == "both" else [adams[:1], adams[1:]]
-    steps = [
-        autostream.step(optimizers=optimizers, strict=True, kernels="eager", policy="sequential")(update)
-        for optimizers, update in zip(lists, updates, strict=True)
-    ]
-    for _ in range(5):
-        x = torch.randn(6, 3, dtype=torch.double)
-        for step, written in zip(steps, eager, strict=True):
-            torch.testing.assert_close(step(x), written(x).detach(), rtol=0, atol=1e-10)
-        torch.testing.assert_close([*ours.parameters()], [*theirs.parameters()], rtol=0, atol=1e-10)
-        gradients = [[each.grad for each in modules.parameters()] for modules in (ours, theirs)]
-        torch.testing.assert_close(*gradients, rtol=0, atol=1e-10)
-    assert {report.mode for step in steps for report in step.reports} == {"one stream"}
+    steps: list[Any] = []
 
+    def in_turn(updates: Sequence[Update], _: Any) -> Update:
+        return lambda x: [update(x) for update in updates]
 
-def test_a_gradient_that_the_user_left_counts_as_in_the_eager_step() -> None:
-    (ours, model, _), (eager, other, _) = small(), small()
-    for at in range(4):
-        if at == 2:
-            model.weight.grad, other.weight.grad = torch.ones(1, 3), torch.ones(1, 3)
-        torch.testing.assert_close(ours(torch.ones(2, 3)), eager.__wrapped__(torch.ones(2, 3)).detach())
-    torch.testing.assert_close(model.weight, other.weight)
+    def scheduled(updates: Sequence[Update], adams: Sequence[Optimizer]) -> Update:
+        for own, update in zip(adams, updates, strict=True):
+            steps.append(autostream.step(optimizers=adams if listed == "both" else [own], **STRICT)(update))
+        return in_turn(steps, adams)
+
+    assert_same(course(make, scheduled, steps=5), course(make, in_turn, steps=5))
+    assert {mode for step in steps for mode in modes(step)} == {"one stream"}
 
 
 def test_each_shape_has_a_graph_and_explain_tells_of_them() -> None:
@@ -476,25 +474,6 @@ def test_each_shape_has_a_graph_and_explain_tells_of_them() -> None:
     assert [report.signature for report in update.reports] == ["4x3:float32 on cpu", "2x3:float32 on cpu"]
     assert "measured" in autostream.explain(update)
     assert repr(update) == "StepFunction(small.<locals>.update)"
-
-
-def test_state_may_be_loaded_and_weights_frozen_between_steps() -> None:
-    (ours, model, optimizer), (eager, other, other_optimizer) = small(), small()
-    eager = eager.__wrapped__
-    other.load_state_dict(model.state_dict())
-    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    for at in range(6):
-        x = torch.randn(2, 3)
-        torch.testing.assert_close(ours(x), eager(x).detach())
-        if at == 2:
-            for module, adam in ((model, optimizer), (other, other_optimizer)):
-                module.load_state_dict(saved[0])
-                adam.load_state_dict(copy.deepcopy(saved[1]))
-        if at == 4:
-            model.bias.requires_grad_(False)
-            other.bias.requires_grad_(False)
-    torch.testing.assert_close([*model.parameters()], [*other.parameters()])
 
 
 def test_what_python_reads_is_guarded() -> None:
@@ -594,40 +573,30 @@ def test_disabled_it_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_buffer_that_a_layer_sets_to_itself_keeps_its_graph() -> None:
     """As spectral norms of GANs do: ``self._u = normalize(..., out=self._u)``."""
-    torch.manual_seed(0)
-    model = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 1)).double()
-    (norm,), optimizer = model.parametrizations.weight, torch.optim.SGD(model.parameters(), lr=0.1)  # type: ignore[union-attr]
 
-    @autostream.step(optimizers=[optimizer], kernels="eager", policy="critical_path")
-    def update(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss  # type: ignore[no-any-return]
+    def make() -> Made:
+        model = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    buffer, other, results = norm._u, copy.deepcopy((model, optimizer)), list[list[Tensor]]()
-    for step, trained in ((update, (model, optimizer)), (update.__wrapped__, other)):  # type: ignore[attr-defined]
-        if trained is other:
-            model.load_state_dict(other[0].state_dict())
-        results.append([step(torch.full((2, 3), 0.5 + at, dtype=torch.double)).detach() for at in range(6)])
-    torch.testing.assert_close(*results)
-    assert norm._u is buffer
-    assert len(update.reports) == 1
+        def update(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(x).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            return loss
+
+        return update, [optimizer], model
+
+    buffers: set[Tensor] = set()
+    step = assert_steps_alike(make, between=lambda at, model, _: buffers.add(model.parametrizations.weight[0]._u))
+    assert len(buffers) == 2, "that of ours and that of theirs"
+    assert len(step.reports) == 1
 
 
 def test_paranoid_steps_are_compared_with_eager_ones_from_the_same_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, targets, states and random numbers; then with a number that the graph does not see."""
     monkeypatch.setenv("AUTOSTREAM_VERIFY", "paranoid")
-    steps: list[Any] = []
-
-    def scheduled(update: Update, optimizers: Sequence[Optimizer]) -> Update:
-        steps.append(autostream.step(optimizers=optimizers, kernels="eager", policy="critical_path")(update))
-        return steps[0]
-
-    for eager, ours in zip(state_after(sac, lambda update, _: update, 4), state_after(sac, scheduled, 4), strict=True):
-        torch.testing.assert_close(ours, eager, rtol=0, atol=1e-10)
-    assert "plain" not in {report.mode for report in steps[0].reports}
+    assert "plain" not in modes(assert_steps_alike(sac, arguments=four_tensors, steps=4))
 
     update, model, _ = small()
     update(torch.ones(2, 3))
@@ -643,7 +612,11 @@ UNSEEN = [1.0]
 
 
 @pytest.mark.parametrize(
-    "change", ["weight replaced", "state replaced", "group added", "batch is a weight", "autocast", "frozen"]
+    "change",
+    [
+        *("weight replaced", "state replaced", "state loaded", "group added", "frozen"),
+        *("gradient left", "batch is a weight", "autocast"),
+    ],
 )
 def test_a_change_between_steps_counts_though_the_batch_is_alike(change: str) -> None:
     """Each call of one signature is checked quickly; a change of anything else makes the full check."""
@@ -655,6 +628,11 @@ def test_a_change_between_steps_counts_though_the_batch_is_alike(change: str) ->
                 net.weight.data = torch.ones(1, 3)
             if at == 3 and change == "state replaced":
                 adam.state[net.weight]["exp_avg"] = torch.full((1, 3), 0.5)
+            if at == 3 and change == "state loaded":
+                net.load_state_dict({name: value / 2 for name, value in net.state_dict().items()})
+                adam.load_state_dict(copy.deepcopy(adam.state_dict()))
+            if at == 3 and change == "gradient left":
+                net.weight.grad = torch.ones(1, 3)
             if at == 3 and change == "group added":
                 adam.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.5})
             if at == 3 and change == "frozen":
@@ -666,11 +644,6 @@ def test_a_change_between_steps_counts_though_the_batch_is_alike(change: str) ->
                 result = loss
         torch.testing.assert_close(result, loss.detach())
     torch.testing.assert_close([*model.parameters()], [*other.parameters()])
-
-
-def layer() -> tuple[nn.Module, Optimizer]:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
 
 
 def gradients_stay(model: nn.Module, optimizer: Optimizer) -> Update:
@@ -865,38 +838,15 @@ HABITS = (
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
 def test_steps_with_habits_of_their_own_are_the_eager_ones(write: Callable[..., Update], between: str) -> None:
-    """Weights, gradients, results, the optimizer's groups and the random generator, after each of eight steps."""
+    def make() -> Made:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        return write(model, optimizer), [optimizer], model
 
-    def trained(wrap: Callable[[Update, Optimizer], Update]) -> list[Any]:
-        torch.manual_seed(0)
-        model, optimizer = layer()
-        model.double()
-        step, seen = wrap(write(model, optimizer), optimizer), []
-        for at in range(8):
-            if at == 5 and between == "a hook":
-                model[0].weight.register_hook(lambda gradient: gradient * 3)
-            if at == 5 and between == "frozen":
-                model[0].weight.requires_grad_(False)
-            results = step(torch.randn(4, 3, dtype=torch.double), at)
-            leaves = results if isinstance(results, tuple) else (results,)
-            seen.append([None if each is None else each.detach().clone() for each in leaves])
-            seen.append([parameter.detach().clone() for parameter in model.parameters()])
-            seen.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
-            groups = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
-            seen.append([*map(str, groups)])
-            seen.append([torch.get_rng_state()])
-        return seen
+    def change(at: int, model: Any, _: Sequence[Optimizer]) -> None:
+        if at == 5 and between == "a hook":
+            model[0].weight.register_hook(lambda gradient: gradient * 3)
+        if at == 5 and between == "frozen":
+            model[0].weight.requires_grad_(False)
 
-    eager = trained(lambda update, _: update)
-    ours = trained(
-        lambda update, optimizer: autostream.step(optimizers=[optimizer], kernels="eager", policy="critical_path")(
-            update
-        )
-    )
-    for theirs, mine in zip(eager, ours, strict=True):
-        assert [each is None for each in mine] == [each is None for each in theirs]
-        for one, other in zip(mine, theirs, strict=True):
-            if isinstance(one, Tensor):
-                torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-            else:
-                assert one == other
+    assert_steps_alike(make, between=change, arguments=lambda at: (*batch(at), at))
