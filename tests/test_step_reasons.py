@@ -12,97 +12,107 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import autostream
 from autostream import TargetError, TraceError
 
 QUICK: dict[str, Any] = {"policy": "sequential", "kernels": "eager"}
 Update = Callable[[Tensor], Any]
-Optimizers = list[torch.optim.SGD]
 BUFFER = [torch.full((4, 3), float(at), dtype=torch.double) for at in range(5)]
 ROWS, GENERATOR, RANDOM = np.ones((5, 3)), torch.Generator(), np.random.default_rng(0)
 
 
-def branches(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
+# What is done with the loss of a model; "other" is an optimizer that is not in the list
+
+
+def branches(loss: Tensor, other: Optimizer) -> Tensor | None:
     if loss.item() > 3:
-        loss = loss * 2
-    return loss
+        return loss * 2
+    return None
 
 
-def branches_on_a_tensor(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
+def branches_on_a_tensor(loss: Tensor, other: Optimizer) -> Tensor | None:
     if not torch.isfinite(loss):
-        loss = loss * 0
-    return loss
+        return loss * 0
+    return None
 
 
-def prints(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
+def prints(loss: Tensor, other: Optimizer) -> None:
     print(loss)
-    return loss
 
 
-def prints_a_text(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
+def prints_a_text(loss: Tensor, other: Optimizer) -> None:
     print(f"loss {loss}")
-    return loss
 
 
-def logs(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
+def logs(loss: Tensor, other: Optimizer) -> None:
     logging.getLogger("steps").info("loss %s", loss)
-    return loss
 
 
-def samples(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    x = torch.cat(random.sample(BUFFER, 2))
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
-def samples_an_index(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    x = BUFFER[random.randint(0, 4)]
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
-def samples_with_numpy(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    x = torch.from_numpy(ROWS[np.random.randint(0, 5, size=4)])
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
-def samples_with_a_generator(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    x = torch.from_numpy(ROWS[RANDOM.integers(0, 5, size=4)])
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
-def draws(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    x = x + torch.randn(4, 3, generator=GENERATOR, dtype=torch.double)
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
-def converts(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
+def converts(loss: Tensor, other: Optimizer) -> None:
     loss.detach().numpy()
-    return loss
 
 
-def steps_another(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    sgd[1].step()
-    return loss
+def steps_another(loss: Tensor, other: Optimizer) -> None:
+    other.step()
 
 
-def scales_another(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
+def clears_another(loss: Tensor, other: Optimizer) -> None:
+    other.zero_grad()
+
+
+def scales_another(loss: Tensor, other: Optimizer) -> None:
     SCALER.scale(loss)
-    SCALER.step(sgd[1])
+    SCALER.step(other)
     SCALER.update()
-    return loss
+
+
+def scales_in_its_own_way(loss: Tensor, other: Optimizer) -> None:
+    OWN.scale(loss)
+
+
+def schedules(loss: Tensor, other: Optimizer) -> None:
+    torch.optim.lr_scheduler.StepLR(other, 1)
+
+
+def saves(loss: Tensor, other: Optimizer) -> None:
+    open("/dev/null").close()
+
+
+def asks_a_distribution(loss: Tensor, other: Optimizer) -> Tensor:
+    return -torch.distributions.Normal(loss, 1.0, validate_args=True).log_prob(loss + 1)
+
+
+def loads(loss: Tensor, other: Optimizer) -> None:
+    TARGET.load_state_dict(SOURCE.state_dict())
+
+
+# Where the batch comes from
+
+
+def samples(x: Tensor) -> Tensor:
+    return torch.cat(random.sample(BUFFER, 2))
+
+
+def samples_an_index(x: Tensor) -> Tensor:
+    return BUFFER[random.randint(0, 4)]
+
+
+def samples_with_numpy(x: Tensor) -> Tensor:
+    return torch.from_numpy(ROWS[np.random.randint(0, 5, size=4)])
+
+
+def samples_with_a_generator(x: Tensor) -> Tensor:
+    return torch.from_numpy(ROWS[RANDOM.integers(0, 5, size=4)])
+
+
+def draws(x: Tensor) -> Tensor:
+    return x + torch.randn(4, 3, generator=GENERATOR, dtype=torch.double)
+
+
+def makes_a_leaf(x: Tensor) -> Tensor:
+    return x + torch.zeros_like(x, requires_grad=True)
 
 
 class Own(torch.amp.GradScaler):
@@ -110,83 +120,46 @@ class Own(torch.amp.GradScaler):
 
 
 SCALER, OWN = torch.amp.GradScaler("cpu"), Own("cpu")
-
-
-def scales_in_its_own_way(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    OWN.scale(loss)
-    return loss
-
-
-def schedules(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    torch.optim.lr_scheduler.StepLR(sgd[1], 1)
-    return loss
-
-
-def saves(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    open("/dev/null").close()
-    return loss
-
-
-def asks_a_distribution(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    loss: Tensor = -torch.distributions.Normal(model(x), 1.0, validate_args=True).log_prob(x).mean()
-    return loss
-
-
-def loads(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    TARGET.load_state_dict(model.state_dict())
-    return loss
-
-
-def clears_another(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    sgd[1].zero_grad()
-    return loss
-
-
-def makes_a_leaf(model: nn.Module, sgd: Optimizers, x: Tensor) -> Tensor:
-    noise = torch.zeros_like(x, requires_grad=True)
-    loss: Tensor = model(x + noise).square().mean()
-    return loss
-
-
-TARGET = nn.Linear(3, 1).double()
+TARGET, SOURCE = nn.Linear(3, 1), nn.Linear(3, 1)
 DRAW = "draw before the call, and pass what is drawn"
-REASONS: dict[Callable[..., Tensor], str] = {
+REASONS: dict[Callable[..., Any], str] = {
     branches: "Python branches on a number .*use torch.where .*if loss.item() > 3:",
     branches_on_a_tensor: "Python branches on a number .*use torch.where .*if not torch.isfinite(loss):",
     prints: "it prints or logs a tensor: return it.*print(loss)",
     prints_a_text: "it prints or logs a tensor: return it.*print(f",
     logs: "it prints or logs a tensor: return it.*logging.getLogger",
+    converts: "it calls numpy() of a tensor: return the tensor.*loss.detach().numpy()",
+    steps_another: "an optimizer that is not in the list: add it to optimizers=.*other.step()",
+    scales_another: "an optimizer that is not in the list: add it to optimizers=.*SCALER.step(other)",
+    scales_in_its_own_way: "a scaler that is none of PyTorch's.*OWN.scale(loss)",
+    schedules: "it steps a learning-rate scheduler: do that between steps.*StepLR(other, 1)",
+    asks_a_distribution: "make it without validate_args=True .*distributions.Normal(",
+    loads: "state_dict(): write the tensors in place, .*torch._foreach_copy_(list(target.*TARGET.load_state_dict",
+    clears_another: "an optimizer that is not in the list: add it to optimizers=.*other.zero_grad()",
+    saves: "it calls open, which cannot be captured.*open(",
+}
+BATCHES: dict[Callable[[Tensor], Tensor], str] = {
     samples: f"random numbers from a generator of Python's: {DRAW}.*random.sample",
     samples_an_index: "Python branches on a number .*or indexes with it.*random.randint",
     samples_with_numpy: f"it calls NumPy: {DRAW}.*np.random",
     samples_with_a_generator: f"it calls NumPy: {DRAW}.*RANDOM.integers",
     draws: f"it draws from a torch.Generator: .*{DRAW}.*generator=GENERATOR",
-    converts: "it calls numpy() of a tensor: return the tensor.*loss.detach().numpy()",
-    steps_another: "an optimizer that is not in the list: add it to optimizers=.*sgd[1].step()",
-    scales_another: "an optimizer that is not in the list: add it to optimizers=.*SCALER.step(sgd[1])",
-    scales_in_its_own_way: "a scaler that is none of PyTorch's.*OWN.scale(loss)",
-    schedules: "it steps a learning-rate scheduler: do that between steps.*StepLR(sgd[1], 1)",
-    asks_a_distribution: "make it without validate_args=True .*distributions.Normal(",
-    loads: "state_dict(): write the tensors in place, .*torch._foreach_copy_(list(target.*TARGET.load_state_dict",
-    clears_another: "an optimizer that is not in the list: add it to optimizers=.*sgd[1].zero_grad()",
     makes_a_leaf: "with requires_grad=True: make it without, and call its requires_grad_() .*zeros_like(x",
-    saves: "it calls open, which cannot be captured.*open(",
 }
 
 
-def made(compute: Callable[..., Tensor]) -> tuple[Update, nn.Linear, Optimizers]:
+def made(compute: Callable[..., Any]) -> tuple[Update, nn.Linear, list[Optimizer]]:
     torch.manual_seed(0)
     model, other = nn.Linear(3, 1).double(), nn.Linear(1, 1)
-    sgd = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.5) for each in (model, other)]
+    sgd: list[Optimizer] = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.5) for each in (model, other)]
     other.weight.grad = torch.ones(1, 1)
+    is_of_a_batch = compute in BATCHES
 
     def update(x: Tensor) -> Tensor:
-        loss = compute(model, sgd, x)
+        loss: Tensor = model(compute(x) if is_of_a_batch else x).square().mean()
+        if not is_of_a_batch:
+            changed = compute(loss, sgd[1])
+            loss = loss if changed is None else changed
         sgd[0].zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         sgd[0].step()
@@ -196,7 +169,7 @@ def made(compute: Callable[..., Tensor]) -> tuple[Update, nn.Linear, Optimizers]
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize("compute", REASONS, ids=lambda compute: compute.__name__)
+@pytest.mark.parametrize("compute", [*REASONS, *BATCHES], ids=lambda compute: compute.__name__)
 def test_the_reason_has_the_line_and_what_to_write_instead(compute: Any, caplog: pytest.LogCaptureFixture) -> None:
     results = []
     for wrap in (lambda update, _: update, lambda update, sgd: autostream.step(optimizers=sgd[:1], **QUICK)(update)):
@@ -211,7 +184,7 @@ def test_the_reason_has_the_line_and_what_to_write_instead(compute: Any, caplog:
         results.append([*losses, *(parameter.detach() for parameter in model.parameters())])
     torch.testing.assert_close(*results, rtol=0, atol=1e-10)
     (reason,) = [refusal.reason for report in step.reports for refusal in report.refusals]
-    assert re.search(".*".join(map(re.escape, REASONS[compute].split(".*"))), reason)
+    assert re.search(".*".join(map(re.escape, {**REASONS, **BATCHES}[compute].split(".*"))), reason)
     assert re.search(r"\(tests/test_step_reasons\.py:\d+: ", reason)
     assert [report.mode for report in step.reports] == ["plain"]
     (logged,) = [record for record in caplog.records if record.name.startswith("autostream")]

@@ -42,7 +42,7 @@ class Parts:
         return [scaler, *(tensor.detach().double().clone() for tensor in tensors)]
 
 
-def plain(parts: Parts) -> Update:
+def plain(parts: Parts, updates: bool = True) -> Update:
     """Gradients are cleared first, and stay."""
     (model, _), (optimizer, other), scaler = parts.models, parts.optimizers, parts.scaler
 
@@ -52,7 +52,8 @@ def plain(parts: Parts) -> Update:
         loss = model(x).square().mean()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
-        scaler.update()
+        if updates:
+            scaler.update()
         return loss
 
     return update
@@ -153,7 +154,9 @@ def replace(parts: Parts) -> None:
     parts.scaler._scale = torch.tensor(16.0)
 
 
-def run(write: Callable[[Parts], Update], parts: Parts, wrap: Callable[[Update], Update], between: Any) -> list[Any]:
+def run(
+    write: Callable[[Parts], Update], parts: Parts, wrap: Callable[[Update], Update], between: Any, after: Any
+) -> list[Any]:
     step, seen = wrap(write(parts)), []
     for at in range(12):
         x = torch.randn(4, 3, dtype=torch.double)
@@ -161,14 +164,19 @@ def run(write: Callable[[Parts], Update], parts: Parts, wrap: Callable[[Update],
             x[0, 0] = float("inf")
         scaled = write is not since_the_third or at >= 3
         seen.append([step(x, scaled).detach(), parts.state()])
-        if between is not None and at in (3, 7):
+        if between is not None and at in after:
             between(parts)
     return seen
 
 
 def assert_alike(
-    write: Callable[[Parts], Update], make: Callable[[], Parts] = Parts, between: Any = None, **options: Any
+    write: Callable[[Parts], Update],
+    make: Callable[[], Parts] = Parts,
+    between: Any = None,
+    after: Any = (3, 7),
+    **options: Any,
 ) -> Any:
+    """Run a step and its eager twin, with changes after some steps; returns the former."""
     steps: list[Any] = []
     ours = make()
 
@@ -176,8 +184,8 @@ def assert_alike(
         steps.append(autostream.step(optimizers=ours.optimizers, **QUICK, **options)(update))
         return steps[0]  # type: ignore[no-any-return]
 
-    seen = run(write, ours, wrap, between)
-    for mine, theirs in zip(seen, run(write, make(), lambda update: update, between), strict=True):
+    seen = run(write, ours, wrap, between, after)
+    for mine, theirs in zip(seen, run(write, make(), lambda update: update, between, after), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10, equal_nan=True)
     return steps[0]
 
@@ -225,17 +233,7 @@ def test_a_scaler_that_is_off_changes_nothing() -> None:
 
 def never_updated(parts: Parts) -> Update:
     """The scale is updated between steps only."""
-    (model, _), (optimizer, other), scaler = parts.models, parts.optimizers, parts.scaler
-
-    def update(x: Tensor, scaled: bool) -> Tensor:
-        optimizer.zero_grad()
-        other.zero_grad()
-        loss = model(x).square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        return loss
-
-    return update
+    return plain(parts, updates=False)
 
 
 def update_scale(parts: Parts) -> None:
@@ -257,22 +255,5 @@ def asks(parts: Parts) -> Update:
     [(never_updated, update_scale, "call scaler.update()"), (asks, None, "get_scale")],
 )
 def test_what_no_graph_does_with_a_scaler_runs_as_written(write: Any, between: Any, reason: str) -> None:
-    def run_each(parts: Parts, wrap: Callable[[Update], Update]) -> list[Any]:
-        step, seen = wrap(write(parts)), []
-        for _ in range(5):
-            seen.append([step(torch.randn(4, 3, dtype=torch.double), 0).detach(), parts.state()])
-            if between is not None:
-                between(parts)
-        return seen
-
-    ours = Parts()
-    steps: list[Any] = []
-
-    def wrap(update: Update) -> Update:
-        steps.append(autostream.step(optimizers=ours.optimizers, **QUICK)(update))
-        return steps[0]  # type: ignore[no-any-return]
-
-    seen = run_each(ours, wrap)
-    torch.testing.assert_close(seen, run_each(Parts(), lambda update: update), rtol=0, atol=1e-10)
-    (refusal,) = steps[0].reports[-1].refusals
+    (refusal,) = assert_alike(write, between=between, after=range(12)).reports[-1].refusals
     assert reason in refusal.reason
