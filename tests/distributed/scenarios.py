@@ -103,6 +103,32 @@ def assert_no_copies(step: Any) -> None:
     assert not [name for name in step.reports[0].graph.ops if name.startswith("empty_like")]
 
 
+PLAIN_SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def trained_as_ddp(
+    rank: int,
+    group: dist.ProcessGroup,
+    optimizer: Any = PLAIN_SGD,
+    steps: int = 3,
+    **options: Any,
+) -> Any:
+    """A ``train_step`` that has run beside the eager step of DistributedDataParallel, with the same results."""
+    model, ddp = net(rank), twin(group)
+    own, other = (optimizer(each.parameters()) for each in (model, ddp))
+    step = autostream.train_step(model, own, nn.MSELoss(), data_parallel=group, **{**STREAMED, **options})
+    for x, y in batches(rank, steps):
+        other.zero_grad()
+        loss = F.mse_loss(ddp(x), y)
+        loss.backward()
+        if "max_norm" in options:
+            nn.utils.clip_grad_norm_(ddp.parameters(), options["max_norm"])
+        other.step()
+        torch.testing.assert_close(step(x, y), loss.detach(), rtol=1e-12, atol=1e-12)
+        assert_alike(model, ddp)
+    return step
+
+
 def step_as_ddp(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """Two backwards that add up, then clipping: as in DistributedDataParallel, eager and in a graph."""
     model = net(rank)
@@ -136,34 +162,14 @@ def step_as_ddp(rank: int, processes: int, group: dist.ProcessGroup) -> None:
 
 def train_step_as_ddp(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """``train_step`` with parts of a batch and clipping."""
-    model = net(rank)
-    ddp = twin(group)
-    sgd, other = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, ddp))
-    options = {**STREAMED, "microbatches": 2, "max_norm": 0.5}
-    step = autostream.train_step(model, sgd, nn.MSELoss(), data_parallel=group, **options)
-    for x, y in batches(rank, 4):
-        other.zero_grad()
-        loss = F.mse_loss(ddp(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
-        other.step()
-        torch.testing.assert_close(step(x, y), loss.detach(), rtol=1e-12, atol=1e-12)
-        assert_alike(model, ddp)
+    momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    step = trained_as_ddp(rank, group, momentum, steps=4, microbatches=2, max_norm=0.5)
     assert_in_graphs(step, collectives=2)
 
 
 def eager_optimizers_as_ddp(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """An optimizer that is in no graph runs after one of forward, backward and reductions."""
-    model = net(rank)
-    ddp = twin(group)
-    one, other = (torch.optim.Adamax(each.parameters(), lr=0.01) for each in (model, ddp))
-    step = autostream.train_step(model, one, nn.MSELoss(), data_parallel=group, **STREAMED)
-    for x, y in batches(rank, 3):
-        other.zero_grad()
-        F.mse_loss(ddp(x), y).backward()
-        other.step()
-        step(x, y)
-        assert_alike(model, ddp)
+    step = trained_as_ddp(rank, group, partial(torch.optim.Adamax, lr=0.01))
     assert_in_graphs(step, collectives=2)
 
 
@@ -358,11 +364,7 @@ def a_step_that_one_process_cannot_capture_is_refused(rank: int, processes: int,
 
 def another_process_is_not_there(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """The first process compiles a step that the second does not run."""
-    model = nn.Linear(4, 2).double()
-    step = autostream.train_step(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), data_parallel=group, **STREAMED
-    )
-    x, y = torch.ones(3, 4, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64)
+    step, x, y = linear_step(group)
     step(x, y)
     if rank == 0:
         with pytest.MonkeyPatch.context() as patch:
@@ -461,11 +463,7 @@ def rows_and_columns(rank: int, processes: int, group: dist.ProcessGroup) -> Non
 
 def a_process_dies(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """The last process ends between two steps; the others name it."""
-    model = nn.Linear(4, 2).double()
-    step = autostream.train_step(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), data_parallel=group, **STREAMED
-    )
-    x, y = torch.ones(3, 4, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64)
+    step, x, y = linear_step(group)
     step(x, y)
     if rank == processes - 1:
         os._exit(3)
@@ -500,8 +498,8 @@ def with_fast_streams(scenario: Scenario, rank: int, processes: int, group: dist
 
 
 def linear_step(group: dist.ProcessGroup, **options: Any) -> Any:
-    """A step of a small model, and what it takes."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    """A step of one layer, and what it takes."""
+    model = nn.Linear(4, 2).double()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     step = autostream.train_step(model, sgd, nn.MSELoss(), data_parallel=group, **{**STREAMED, **options})
     return step, torch.ones(3, 4, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64)
@@ -532,16 +530,7 @@ def processes_that_measure_other_times_choose_the_same(rank: int, processes: int
 
 def costs_that_the_first_has_measured(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """They are those of all; no collective is run for them."""
-    model = net(rank)
-    ddp = twin(group)
-    sgds = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, ddp)]
-    step = autostream.train_step(model, sgds[0], nn.MSELoss(), data_parallel=group, costs="measured", **STREAMED)
-    for x, y in batches(rank, 3):
-        sgds[1].zero_grad()
-        F.mse_loss(ddp(x), y).backward()
-        sgds[1].step()
-        step(x, y)
-        assert_alike(model, ddp)
+    step = trained_as_ddp(rank, group, costs="measured")
     (report,) = step.reports
     sources = {name: cost.source for name, cost in report.costs.items()}
     assert {sources[name] for name in report.graph.collectives} == {"roofline"}
@@ -558,18 +547,9 @@ def a_candidate_that_one_process_cannot_build(rank: int, processes: int, group: 
             raise CaptureError("there is no room")
         return build(program, graph, candidate, *rest)
 
-    model = net(rank)
-    ddp = twin(group)
-    sgds = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, ddp)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "build", fails)
-        step = autostream.train_step(model, sgds[0], nn.MSELoss(), data_parallel=group, **STREAMED)
-        for x, y in batches(rank, 3):
-            sgds[1].zero_grad()
-            F.mse_loss(ddp(x), y).backward()
-            sgds[1].step()
-            step(x, y)
-            assert_alike(model, ddp)
+        step = trained_as_ddp(rank, group)
     (report,) = step.reports
     assert report.chosen.schedule.streams == 1
     (refused,) = (candidate.refusal for candidate in report.candidates if candidate.schedule.streams > 1)
