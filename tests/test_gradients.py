@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -28,6 +28,7 @@ from autostream.dispatch.compiled_graph import CompiledGraph
 from autostream.runtime.saved_activations import SavedActivations
 from autostream.utils.storages import storage_of
 from tests.captures import Captures
+from tests.in_one_place import InOnePlace
 from tests.semantics import force_streams
 from tests.threads import in_threads
 
@@ -229,24 +230,6 @@ def test_it_trains_like_the_model(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert modes(fast) - {"one stream", "threads"} == {"forward and backward"}
     parts = {part.mode for report in fast.reports for part in report.parts}
     assert parts == ({"threads"} if streams else {"one stream"})
-
-
-class InOnePlace(CompiledGraph):
-    """A forward has its shared outputs at the same addresses in each call, as a captured graph has."""
-
-    shared: frozenset[int] = frozenset()
-
-    def share_outputs(self, values: Sequence[Any], indices: frozenset[int]) -> frozenset[int]:
-        results: Any = self._module.graph.output_node().args[0]
-        self.shared = frozenset(at for at in indices if results[at].op == "call_function")
-        return self.shared
-
-    def __call__(self, *values: Any) -> list[Any]:
-        outputs = list(super().__call__(*values))
-        memory = self.__dict__.setdefault("memory", {})
-        for at in self.shared:
-            outputs[at] = memory.setdefault(at, outputs[at].clone()).copy_(outputs[at])
-        return outputs
 
 
 @pytest.fixture

@@ -265,16 +265,6 @@ def test_gradients_recorded_inside() -> None:
     assert fast.reports[0].mode == "one stream"
 
 
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * self.calls
-
-
 class WithGenerator(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import autostream
-from autostream.dispatch.compiled_graph import CompiledGraph
 from autostream.errors import TargetError
-from autostream.runtime.lower import storages_of
 from tests.cuts import let_be_placed_by_dtype
+from tests.in_one_place import InOnePlace
 from tests.semantics import same
 
 
@@ -35,26 +34,6 @@ class TwoStages(nn.Module):
 
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(x), y)
-
-
-class InOnePlace(CompiledGraph):
-    """A section leaves results where a captured graph would compute them, and overwrites them in the next call."""
-
-    shared: frozenset[int] = frozenset()
-
-    def share_outputs(self, values: Sequence[Any], indices: frozenset[int], *, aliased: bool = False) -> frozenset[int]:
-        graph = self._module.graph
-        given = {storage for node in graph.find_nodes(op="placeholder") for storage in storages_of(node)}
-        results: Any = graph.output_node().args[0]
-        self.shared = frozenset(at for at in indices if given.isdisjoint(storages_of(results[at])))
-        return self.shared
-
-    def __call__(self, *values: Any) -> list[Any]:
-        outputs = list(super().__call__(*values))
-        memory = self.__dict__.setdefault("memory", {})
-        for at in self.shared:
-            outputs[at] = memory.setdefault(at, outputs[at].clone()).copy_(outputs[at])
-        return outputs
 
 
 def sgd(model: TwoStages) -> torch.optim.Optimizer:

@@ -33,8 +33,6 @@ CELL: dict[str, Any] = {
     "rounds": 40,
 }
 
-CPU = torch.device("cpu")
-
 
 def result(*rows: dict[str, Any], **others: Any) -> dict[str, Any]:
     return {"unavailable": {}, "skipped": [], "rows": [*rows], **others}

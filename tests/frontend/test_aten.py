@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import autostream
@@ -54,17 +54,6 @@ def test_in_place_ops_stay_in_place_and_composite_ops_whole() -> None:
 
 
 # Fake tensors
-
-
-def graph_of(*examples: object) -> fx.GraphModule:
-    """A graph whose placeholders have these example values; ``None`` for none."""
-    graph = fx.Graph()
-    for at, example in enumerate(examples):
-        node = graph.placeholder(f"x{at}")
-        if example is not None:
-            node.meta["example_value"] = example
-    graph.output(())
-    return fx.GraphModule(nn.Module(), graph)
 
 
 def test_traced_tensors_may_be_swapped_once_weak_references_are_dropped() -> None:

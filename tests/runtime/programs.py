@@ -50,13 +50,6 @@ def case_of(model: nn.Module | Callable[..., object], *inputs: Tensor) -> Case:
     return Case(traced.program, analyze(traced.program), tuple(traced.arguments(module, inputs)))
 
 
-def _case(program: Program, module: nn.Module, tensors: Sequence[Tensor]) -> Case:
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    inputs = {str(index): tensor for index, tensor in enumerate(tensors)}
-    arguments = tuple((inputs if p.role is Role.INPUT else state)[p.target] for p in program.placeholders)
-    return Case(program, analyze(program), arguments)
-
-
 def step_case() -> Case:
     """A training step of two towers, one of them with batch norm, with momentum.
 

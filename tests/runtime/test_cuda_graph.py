@@ -322,14 +322,6 @@ def test_cached_memory_is_returned_to_the_driver_while_nothing_is_captured(monke
 # On a GPU
 
 GPU = torch.device("cuda:0")
-SIZE = 2048
-
-
-def chain(weight: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-    """Some hundred µs of large products, in integers small enough to be exact."""
-    for _ in range(4):
-        x = (x @ weight) % 7
-    return (x,)
 
 
 @pytest.mark.gpu

@@ -199,25 +199,6 @@ def test_copies_beside_other_parts_start_as_soon_as_their_source_is_there() -> N
     assert [list(section.program.outputs) for section in whole.sections] == [["sin_4"], ["to"], ["add"], ["to_1"]]
 
 
-def halves(x: Tensor, y: Tensor) -> Tensor:
-    """Memory that two ops write first is allocated by neither."""
-    both = torch.empty(2 * len(x), len(x), dtype=x.dtype, device=x.device)
-    for _ in range(5):
-        x = x.sin()
-    both[: len(x)].copy_(y)
-    both[len(x) :].copy_(x)
-    for _ in range(5):
-        both = both.cos()
-    return both
-
-
-def filled(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for the copy alone, which is allocated beside the other part as well."""
-    for _ in range(5):
-        x = x.sin()
-    return x, torch.empty(512, 512).copy_(y)
-
-
 @pytest.mark.parametrize("model", MODELS)
 @settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(data=st.data())

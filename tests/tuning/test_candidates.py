@@ -300,20 +300,6 @@ def test_costs_that_are_not_times_are_refused_with_the_op(value: float) -> None:
         candidates(given=wrong, policy="sequential")
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, spread: bool = True) -> list[int]:
-    """The numbers of streams that a fake policy is called with; it uses all of them, or one."""
-    counts: list[int] = []
-
-    def policy(graph: OpGraph, costs: object, profile: object, streams: int, pinned: frozenset[str]) -> Assignment:
-        counts.append(streams)
-        order = tuple(graph.ops)
-        stream = {name: at % streams if spread else 0 for at, name in enumerate(order)}
-        return Assignment("mine", streams if spread else 1, order, stream)
-
-    monkeypatch.setattr(module, "ON_CHAINS", {"mine": policy})
-    return counts
-
-
 def test_outputs_may_be_on_any_stream_only_in_captured_schedules() -> None:
     """They are copied out of a captured graph."""
     outputs = graph_of("a-b a-c a-d", outputs="bcd")

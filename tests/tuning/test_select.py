@@ -310,13 +310,6 @@ def test_a_built_candidate_computes_the_same_as_the_program(streams: int) -> Non
         assert same(run(*case.args()), case.expected()[0])
 
 
-class Captured:
-    """Records the arguments of a captured graph."""
-
-    def __init__(self, run: object, tensors: object, bound: object, written: object, device: object, **rest: object):
-        self.told = {"bound": bound, "written": written, "device": device, **rest}
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_restoring_is_not_part_of_the_measured_time() -> None:
     """It takes ten times as long as a run."""

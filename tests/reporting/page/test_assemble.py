@@ -8,18 +8,14 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autostream.reporting.page import assemble
 from autostream.reporting.page.assemble import render
 from autostream.reporting.report import Report
 from autostream.reporting.timeline import events
 from tests.reporting.reports import PLAIN, REPORT, SPLIT, with_source
-
-FOLDER = Path(assemble.__file__).parent
 
 
 class Parts(HTMLParser):
