@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import autostream
-from autostream import MismatchError, OptionError, TargetError
+from autostream import MismatchError, TargetError
 
 Update = Callable[..., Any]
 Made = tuple[Update, Sequence[Optimizer], nn.Module]
@@ -544,23 +544,6 @@ def test_a_bound_method_is_scheduled_and_a_method_of_a_class_is_refused() -> Non
     Trainer.update = autostream.step(optimizers=[trainer.sgd])(Trainer.update)  # type: ignore[method-assign, assignment]
     with pytest.raises(TargetError, match=r"write self\.update = autostream\.step"):
         trainer.update(torch.ones(2))
-
-
-def test_bad_arguments_are_refused_by_name() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    sgd = torch.optim.SGD([weight], lr=0.1)
-    with pytest.raises(TargetError, match="a list of optimizers"):
-        autostream.step(optimizers=sgd)
-    with pytest.raises(TargetError, match="a list of optimizers"):
-        autostream.step(optimizers=[])
-    with pytest.raises(TargetError, match=r"optimizers of torch\.optim, not 3"):
-        autostream.step(optimizers=[3])
-    with pytest.raises(TargetError, match="not LBFGS"):
-        autostream.step(optimizers=[torch.optim.LBFGS([weight])])
-    with pytest.raises(OptionError, match="there is no option 'stream'"):
-        autostream.step(optimizers=[sgd], stream=2)
-    with pytest.raises(TargetError, match="decorates a function"):
-        autostream.step(optimizers=[sgd])(3)
 
 
 def test_disabled_it_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:

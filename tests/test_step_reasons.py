@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import autostream
-from autostream import TargetError, TraceError
+from autostream import OptionError, TargetError, TraceError
 
 QUICK: dict[str, Any] = {"policy": "sequential", "kernels": "eager"}
 Update = Callable[[Tensor], Any]
@@ -231,7 +231,9 @@ def test_a_step_of_which_each_call_is_new_says_what_changes(how: str) -> None:
 
 
 def test_what_is_no_step_is_refused_by_name() -> None:
-    sgd = torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1)
+    weight = nn.Parameter(torch.ones(2))
+    sgd, lbfgs = torch.optim.SGD([weight], lr=0.1), torch.optim.LBFGS([weight])
+    step: Any = autostream.step
 
     def update(x: Tensor) -> Tensor:
         return x
@@ -242,20 +244,23 @@ def test_what_is_no_step_is_refused_by_name() -> None:
     def yields(x: Tensor) -> Any:
         yield x
 
-    with pytest.raises(TargetError, match=r"write @autostream\.step\(optimizers=\[optimizer\]\)"):
-        autostream.step(update)  # type: ignore[arg-type]
-    with pytest.raises(TargetError, match="step takes a list of optimizers"):
-        autostream.step()
-    with pytest.raises(TargetError, match="each optimizer once"):
-        autostream.step(optimizers=[sgd, sgd])
-    for function, words in (
-        (waits, "no coroutine function, as .*waits is"),
-        (yields, "no generator function, as .*yields is"),
-    ):
-        with pytest.raises(TargetError, match=words):
-            autostream.step(optimizers=[sgd])(function)
-    with pytest.raises(TargetError, match=r"StepFunction\(.*update\) is a step already"):
-        autostream.step(optimizers=[sgd])(autostream.step(optimizers=[sgd])(update))
+    refused: list[tuple[Callable[[], Any], str]] = [
+        (lambda: step(update), r"write @autostream\.step\(optimizers=\[optimizer\]\)"),
+        (lambda: step(), "step takes a list of optimizers"),
+        (lambda: step(optimizers=sgd), "a list of optimizers"),
+        (lambda: step(optimizers=[]), "a list of optimizers"),
+        (lambda: step(optimizers=[3]), r"optimizers of torch\.optim, not 3"),
+        (lambda: step(optimizers=[lbfgs]), "not LBFGS"),
+        (lambda: step(optimizers=[sgd, sgd]), "each optimizer once"),
+        (lambda: step(optimizers=[sgd], stream=2), "there is no option 'stream'"),
+        (lambda: step(optimizers=[sgd])(3), "decorates a function"),
+        (lambda: step(optimizers=[sgd])(waits), "no coroutine function, as .*waits is"),
+        (lambda: step(optimizers=[sgd])(yields), "no generator function, as .*yields is"),
+        (lambda: step(optimizers=[sgd])(step(optimizers=[sgd])(update)), r"StepFunction\(.*update\) is a step already"),
+    ]
+    for call, message in refused:
+        with pytest.raises(OptionError if message.startswith("there is no option") else TargetError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("around", ["all", "forward", "backward"])

@@ -97,12 +97,12 @@ def pause() -> Iterator[Pause]:
     PAUSES.clear()
 
 
-def test_what_a_thread_calls_while_another_captures_is_the_optimizers_own(pause: Pause) -> None:
-    """A user's own ``optimizer.step()`` and ``zero_grad()`` do what they always do."""
+def pausing(*others: Optimizer) -> tuple[Any, nn.Linear, Optimizer]:
+    """A step that pauses where it is captured, which lists other optimizers as well; its model and its optimizer."""
     model = nn.Linear(4, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
 
-    @autostream.step(optimizers=[sgd], strict=True, **QUICK)
+    @autostream.step(optimizers=[*others, sgd], strict=True, **QUICK)
     def update(x: Tensor) -> Tensor:
         sgd.zero_grad()
         loss: Tensor = doubled(model(x)).square().mean()
@@ -110,6 +110,12 @@ def test_what_a_thread_calls_while_another_captures_is_the_optimizers_own(pause:
         sgd.step()
         return loss
 
+    return update, model, sgd
+
+
+def test_what_a_thread_calls_while_another_captures_is_the_optimizers_own(pause: Pause) -> None:
+    """A user's own ``optimizer.step()`` and ``zero_grad()`` do what they always do."""
+    update, model, sgd = pausing()
     x = torch.zeros(8, 4)
     update(x)  # makes state
     moved: list[Tensor] = []
@@ -137,17 +143,7 @@ def test_what_a_thread_calls_while_another_captures_is_the_optimizers_own(pause:
 def test_a_step_that_begins_while_another_of_its_optimizers_is_captured_waits(pause: Pause) -> None:
     """It is not refused because of what the capture has put in their place."""
     first, _, adam = written()
-    model = nn.Linear(4, 1)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-
-    @autostream.step(optimizers=[adam, sgd], strict=True, **QUICK)
-    def second(x: Tensor) -> Tensor:
-        sgd.zero_grad()
-        loss: Tensor = doubled(model(x)).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        sgd.step()
-        return loss
-
+    second, *_ = pausing(adam)
     step = autostream.step(optimizers=[adam], strict=True, **QUICK)(first)
     x = torch.ones(8, 4)
     step(x)
