@@ -119,6 +119,28 @@ def picky(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> nn
     return layer if request.param == "whole" else Model(branches, layer=layer)
 
 
+SCALE = 1.0
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * SCALE
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled(x)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_numbers_that_functions_read_elsewhere_are_guarded(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Back and forth, so that an entry is found again; and twice each, for the fast path."""
+    dispatch, x = dispatcher(Scaled(), policy="sequential"), torch.ones(2, requires_grad=recorded)
+    for scale in (1.0, 1.0, 2.0, 2.0, 1.0):
+        monkeypatch.setitem(globals(), "SCALE", scale)
+        with torch.set_grad_enabled(recorded):
+            assert dispatch(x).tolist() == [scale, scale]
+
+
 @torch.no_grad()
 def test_calls_like_an_earlier_one_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(lambda s, x: {"sum": x + s.w, "given": x, "many": [x.sin(), None, 3]}, w=nn.Parameter(t(2)))

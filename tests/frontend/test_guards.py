@@ -180,7 +180,7 @@ def check(fast: nn.Module, net: nn.Module, x: Tensor = X) -> None:
     torch.testing.assert_close(fast(x), expected)
 
 
-FEW = ("a weight", "a weight's data", "a buffer's data", "a mode", "a list item", "a closure", "a global")
+FEW = ("a weight", "a weight's data", "a buffer's data", "a mode", "a list item", "a closure")
 """Changes of each kind."""
 
 ADDRESSES = (
