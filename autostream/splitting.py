@@ -22,7 +22,8 @@ from autostream.costs.device import profile_named
 from autostream.costs.interconnects import Interconnect, interconnect_of
 from autostream.costs.roofline import price
 from autostream.costs.this_device import costs_here, profile_here
-from autostream.errors import AutostreamError, OptionError
+from autostream.costs.training_time import training_us
+from autostream.errors import AutostreamError, OptionError, first_line
 from autostream.frontend.modules import name_of
 from autostream.frontend.pipelining import orders, split_spec
 from autostream.frontend.submodules import calls_of, saved_for_backward, trained_of
@@ -43,7 +44,10 @@ from autostream.scheduling.microbatches import (
     one_forward_one_backward,
     simulated,
 )
-from autostream.scheduling.partition import Segment, Stage, partition, stages_from
+from autostream.scheduling.partition import BACKWARD, Segment, Stage, partition, stages_from
+from autostream.utils.logs import Log
+
+log = Log(__name__)
 
 _TWO_EACH = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 """Schedules of PyTorch's in which each device has two stages; the last two cut backwards in halves."""
@@ -90,7 +94,7 @@ def split(
         interconnect: ``"nvlink"`` for devices of one machine (PCIe, where they have no NVLink), or ``"infiniband"``.
         microbatches: of a step; by default four for each stage.
         costs: ``"roofline"`` estimates the time of each op from its size and runs nothing; ``"measured"`` times each
-            on the model's device.
+            on the model's device, then forward and backward of a copy of the model, to which they are scaled.
 
     Raises:
         OptionError: an option has a value that is not allowed, such as more stages than there are cut points.
@@ -180,6 +184,7 @@ def chain_of(
     if costs == "measured":
         tensors = traced.arguments(model, args)
         priced, _ = costs_here(program, graph, profile, tensors, Options().tuning_seconds)
+        priced = _as_trained(priced, profile, model, args)
     else:
         priced = price(graph, profile)
     calls = ops_of(program, graph, calls_of(program.module.graph, model))
@@ -202,6 +207,20 @@ def chain_of(
         names={each.storage: each.target for each in program.placeholders if each.target in trained},
         rows=next((len(each) for each in args if isinstance(each, Tensor) and each.dim()), 1),
     )
+
+
+def _as_trained(costs: Costs, profile: DeviceProfile, model: nn.Module, args: Sequence[object]) -> Costs:
+    """The costs of ops, scaled so that forward and backward of the model take as long as they do together.
+
+    An op that is timed alone, again and again, has its data in the cache, and nothing of autograd around it.
+    """
+    alone_us, edges_us = sum(cost.duration_us for cost in costs.values()), len(costs) * profile.same_stream_edge_us
+    try:
+        factor = max(0.0, training_us(model, args) / (1 + BACKWARD) - edges_us) / alone_us
+    except Exception as error:
+        log.warning("times of a pipeline are those of ops alone: the model cannot be timed (%s)", first_line(error))
+        return costs
+    return {name: replace(cost, duration_us=factor * cost.duration_us) for name, cost in costs.items()}
 
 
 def split_chain(chain: Chain, stages: int, microbatches: int, link: Interconnect) -> Split:

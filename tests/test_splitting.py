@@ -91,6 +91,27 @@ def test_costs_may_be_measured() -> None:
     assert found.step_us > 0
 
 
+def test_measured_costs_add_up_to_forward_and_backward_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autostream.splitting.training_us", lambda model, args: 3000.0)
+    found = autostream.split(layers(4), [torch.rand(64, 256)], 2, costs="measured")
+    assert sum(stage.forward_us + stage.backward_us for stage in found.stages) == pytest.approx(3000.0)
+
+
+def test_measuring_changes_neither_the_model_nor_random_numbers() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8))
+    before, state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    autostream.split(model, [torch.ones(4, 8)], 2, costs="measured")
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_a_model_that_is_not_trained_has_the_times_of_its_ops(caplog: pytest.LogCaptureFixture) -> None:
+    found = autostream.split(layers(4).requires_grad_(False), [torch.rand(64, 256)], 2, costs="measured")
+    assert found.step_us > 0
+    assert "the model cannot be timed" in caplog.text
+
+
 def test_a_schedule_that_needs_more_memory_than_there_is_is_refused() -> None:
     """GPipe holds the activations of 32 microbatches, 1F1B those of two."""
     small = replace(profile_named("h200"), memory_bytes=6_000_000)
