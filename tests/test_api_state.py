@@ -149,3 +149,45 @@ def test_a_change_of_requires_grad_reuses_the_schedule() -> None:
     with torch.inference_mode():
         assert torch.equal(fast(X), model(X))
     assert {report.mode for report in fast.reports} == modes
+
+
+LEVEL: Any = 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (3, 11),
+        ("a", "b"),
+        (True, False),
+        (1.5, 2.5),
+        (3, None),
+        (None, 3),
+        (torch.float32, torch.float16),
+        ((1,), (2,)),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("where", ["attribute", "global", "dictionary"])
+def test_what_is_returned_beside_tensors_is_what_it_is_now(
+    where: str, before: Any, after: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamo guards no number that is only returned: its bytecode reads it in each call."""
+
+    class Returns(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.level, self.levels = before, {"level": before}
+
+        def forward(self, x: Tensor) -> Any:
+            level = {"attribute": self.level, "global": LEVEL, "dictionary": self.levels["level"]}[where]
+            return super().forward(x), {"level": level}
+
+    monkeypatch.setitem(globals(), "LEVEL", before)
+    model = Returns().eval()
+    fast = optimize(model)
+    with torch.no_grad():
+        assert [fast(X)[1]["level"] for _ in range(4)] == 4 * [before]
+        model.level = model.levels["level"] = after
+        monkeypatch.setitem(globals(), "LEVEL", after)
+        assert [fast(X)[1]["level"] for _ in range(2)] == 2 * [after]

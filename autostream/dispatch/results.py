@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from autostream.frontend.tree import Structure, flatten, shares_containers
+from autostream.frontend.tree import Structure, flatten, kinds_in, shares_containers
 
 
 def structure_of_result(
@@ -26,7 +26,8 @@ def structure_of_result(
         unknown: the structure of an object that is neither a known container nor a constant.
 
     Raises:
-        ValueError: the result has a container that outlives the call.
+        ValueError: the result has a container that outlives the call, or a number or a string: Dynamo guards none that
+            is returned only, since its bytecode reads it anew in each call.
         Exception: the result cannot be made again without the bytecode.
     """
     results: Any = module.graph.output_node().args[0]
@@ -35,5 +36,10 @@ def structure_of_result(
     if shares_containers(result, again):
         raise ValueError("a container that outlives the call is returned")
     tensors, structure = flatten(result, unknown)
+    if not _READ_ANEW.isdisjoint(kinds_in(structure)):
+        raise ValueError("a number or a string is returned")
     positions = {id(output): at for at, output in enumerate(outputs)}
     return structure, [positions.get(id(tensor), tensor) for tensor in tensors]
+
+
+_READ_ANEW = {bool, int, float, complex, str, bytes}

@@ -26,6 +26,7 @@ File                   Interface                                          Where 
 ..                     ``obj_weakref``, ``TensorWeakRef`` of guards       ``swap_tensors`` refuses the tensors
 ``dynamo.py``          ``torch._dynamo.config``                           a setting that is missing is left out
 ..                     ``convert_frame.compile_lock``                     no lock: only one thread may compile
+..                     ``torch.compiler._is_compiling_flag``              no fallback
 ..                     ``dynamo_timed``, ``get_metrics_context``          a ``TraceError`` names it
 ..                     names of the loggers that Dynamo writes to         errors are logged; no reason in the report
 ..                     ``variables.constant``: constants that it shares   there are none to replace
@@ -57,8 +58,7 @@ File                   Interface                                          Where 
 ``saved_tensors.py``   ``_top_saved_tensors_default_hooks`` and its like  a ``TraceError`` names it; hooks count as set
 ..                     ``_get_current_graph_task_keep_graph``             another backward is expected after each
 ``decompositions.py``  kernels by dispatch key: ``OpOverload._op_dk``     no fallback
-``optimizers.py``      ``torch.compiler._is_compiling_flag``              no fallback
-..                     hooks of optimizers, ``_wrapped_by_lr_sched``      no fallback
+``optimizers.py``      hooks of optimizers, ``_wrapped_by_lr_sched``      no fallback
 ``step_capture.py``    ``config.trace_autograd_ops``                      a ``TraceError``: the step runs eagerly
 ..                     ``SideEffects.register_hook``                      a ``TraceError`` names it
 ..                     ``autograd_grad_consumed_grad_fns``, ``comptime``  a ``TraceError`` names it

@@ -23,7 +23,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from autostream.errors import AutostreamError, TraceError, first_line
 from autostream.frontend.as_strided import check_as_strided
-from autostream.frontend.dynamo import compile_lock
+from autostream.frontend.dynamo import compile_lock, compile_session
 from autostream.ir import Placeholder, Program, Role
 from autostream.utils import operators
 from autostream.utils.storages import storage_of
@@ -113,6 +113,7 @@ def traced_on_fakes(
     try:
         with (
             compile_lock(),  # Dynamo in another thread would undo what this tracer patches
+            compile_session(),
             torch.inference_mode(False),
             torch.set_grad_enabled(grad_enabled),
             preserve_node_meta(),

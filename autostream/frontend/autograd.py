@@ -28,7 +28,7 @@ from autostream.frontend.attention_fast_path import use_attention_fast_path
 from autostream.frontend.attention_masks import simplify_masks
 from autostream.frontend.decompositions import SPLIT_CONVOLUTIONS
 from autostream.frontend.dropouts import drop_idle_dropouts
-from autostream.frontend.dynamo import compile_lock
+from autostream.frontend.dynamo import compile_lock, compile_session
 from autostream.frontend.eager_only import unusual_memory
 from autostream.frontend.inputs import names_like
 from autostream.ir import Role
@@ -113,7 +113,7 @@ def differentiable(
     static = {storage_of(t) for t, (role, _) in zip(tensors, names, strict=True) if role is not Role.INPUT}
     halves = _Halves(make, static)
     context = TracingContext.try_get() or TracingContext(mode_of(module))
-    with compile_lock(), tracing(context), _error_checks_kept():
+    with compile_lock(), compile_session(), tracing(context), _error_checks_kept():
         try:
             run: Callable[..., Any] = aot_module_simplified(
                 module,

@@ -5,11 +5,12 @@ Private to PyTorch; see the table in ``frontend/__init__.py``.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -89,8 +90,28 @@ def leaves_out_functions() -> bool:
 
 def compile_lock() -> AbstractContextManager[Any]:
     """Dynamo's lock: Dynamo, its tracers and Inductor change state that all threads see."""
+    with suppress(ImportError):
+        # The first import, as in torch.compile: Dynamo and Inductor import each other, and where two threads begin with
+        # different ones, both find half of a module.
+        importlib.import_module("torch._inductor.compiler_bisector")
     lock: AbstractContextManager[Any] = getattr(torch._dynamo.convert_frame, "compile_lock", None) or nullcontext()
     return lock
+
+
+@contextmanager
+def compile_session() -> Iterator[None]:
+    """Let ``torch.compiler.is_compiling()`` be true, as Dynamo does around its backends since torch 2.13.
+
+    While ``make_fx`` traces, ``torch.fx`` has a flag set that all threads see, and what ``torch.compile`` has compiled
+    refuses to run, unless this is a compilation. This flag is one for all threads as well, and PyTorch has none that is
+    not; it is held with Dynamo's lock.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 @contextmanager

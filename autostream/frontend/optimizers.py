@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -26,6 +25,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.overrides import TorchFunctionMode
 
 from autostream.errors import TraceError
+from autostream.frontend.dynamo import compile_session
 from autostream.frontend.tree import Constant, Structure, flatten
 
 TRACED: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad)
@@ -438,7 +438,7 @@ def _update(
         {**inputs.filled(group), **{name: value for name, value in _MODE.items() if name in group}, "params": [*params]}
         for group, params in zip(groups, parameters, strict=True)
     ]
-    with torch.no_grad(), _compiling(), inputs:
+    with torch.no_grad(), compile_session(), inputs:  # so that update rules keep numbers as tensors, on a CPU too
         inspect.unwrap(type(optimizer).step)(copied)
     with torch.no_grad():
         for parameter, values in copied.state.items():
@@ -450,23 +450,6 @@ def _update(
         if skipped is not None:
             for tensor, old in zip(written, before, strict=True):
                 tensor.copy_(torch.where(skipped != 0, old, tensor))
-
-
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """Set ``torch.compiler.is_compiling()``, so that update rules keep numbers as tensors, on a CPU too.
-
-    Private to PyTorch; ``torch.export`` sets the same flag. It is a global of a module, so other threads see it too,
-    and PyTorch has no thread-local one: in 2.11 and 2.13 ``is_compiling`` returns that global, and in 2.13 Dynamo sets
-    it for each compilation (``_compile_session_context``), as visibly. ``is_dynamo_compiling`` is always false outside
-    of Dynamo's tracer. Steps are traced with Dynamo's lock held, so Dynamo in another thread does not interfere.
-    """
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
 
 
 class _Inputs(TorchFunctionMode):

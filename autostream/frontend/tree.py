@@ -149,6 +149,18 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
     return _unflatten(structure, iter(tensors))
 
 
+def kinds_in(structure: Structure) -> Iterator[type]:
+    """The kinds of all items: constants, tensors and containers.
+
+    Example:
+        >>> [kind.__name__ for kind in kinds_in(flatten([1, torch.ones(2)])[1])]
+        ['list', 'int', 'Tensor']
+    """
+    yield structure.kind
+    for child in structure.children or ():
+        yield from kinds_in(child)
+
+
 def shares_containers(value: Any, again: Any) -> bool:
     """Whether two values contain the same container object at the same position.
 

@@ -33,7 +33,7 @@ from torch._guards import TracingContext, tracing
 from torch.fx.traceback import preserve_node_meta
 
 from autostream.errors import FusionError, OptionError, first_line
-from autostream.frontend.dynamo import compile_lock
+from autostream.frontend.dynamo import compile_lock, compile_session
 from autostream.fusion.channels_last import (
     LayoutInterpreter,
     channels_last_decompositions,
@@ -353,7 +353,7 @@ def _traced(module: fx.GraphModule, run: fx.Interpreter, table: Mapping[Any, Any
 
     values = [value.detach() for value in arguments_of(module)]
     traced: Any
-    with fake_mode_of(values), torch.no_grad():
+    with fake_mode_of(values), torch.no_grad(), compile_session():
         traced, signature = aot_export_module(_Interpreted(run), values, trace_joint=False, decompositions=dict(table))
     written = signature.user_inputs_to_mutate
     arguments = {node.name: node for node in traced.graph.find_nodes(op="placeholder")}
