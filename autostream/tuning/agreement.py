@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -191,12 +192,22 @@ def _exchange(group: str, said: Sequence[str], value: Any) -> list[Json]:
             fault = str(error)
         store.set(f"{turn}/result", json.dumps([fault, [] if fault else values]))
     if fault:
+        with suppress(Exception):  # the store goes with the first process, which may end now
+            if rank:
+                store.set(f"{turn}/read by {rank}", "")
+            else:
+                readers = [f"{turn}/read by {other}" for other in range(1, known.size())]
+                store.wait(readers, timedelta(seconds=_READ_S))
         raise GroupError(fault)
     return values  # type: ignore[no-any-return]
 
 
 _SPARE_S = 10.0
 """So much longer than the first process the others wait, for its answer to arrive."""
+
+
+_READ_S = 3.0
+"""How long the first process waits until the others have read of a fault; those that are gone never do."""
 
 
 def _short(said: Sequence[str]) -> str:

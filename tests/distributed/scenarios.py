@@ -498,8 +498,8 @@ def with_fast_streams(scenario: Scenario, rank: int, processes: int, group: dist
 
 
 def linear_step(group: dist.ProcessGroup, **options: Any) -> Any:
-    """A step of one layer, and what it takes."""
-    model = nn.Linear(4, 2).double()
+    """A step of a small model, and what it takes."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     step = autostream.train_step(model, sgd, nn.MSELoss(), data_parallel=group, **{**STREAMED, **options})
     return step, torch.ones(3, 4, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64)
