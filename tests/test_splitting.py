@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import autostream
 from autostream.costs.device import profile_named
 from autostream.costs.interconnects import interconnect_of
+from autostream.costs.training_time import training_us
 from autostream.errors import OptionError, TargetError, TraceError
 from autostream.splitting import chain_of, compare
 
@@ -97,11 +98,30 @@ def test_measured_costs_add_up_to_forward_and_backward_of_the_whole(monkeypatch:
     assert sum(stage.forward_us + stage.backward_us for stage in found.stages) == pytest.approx(3000.0)
 
 
-def test_measuring_changes_neither_the_model_nor_random_numbers() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8))
+class Cached(nn.Module):
+    """Writes its input, and the next row of a cache that has one row left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8))
+        self.register_buffer("rows", torch.zeros(2, 8))
+        self.register_buffer("at", torch.tensor([1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows.index_copy_(0, self.at, x[:1])
+        self.at.add_(1)
+        return self.layers(x.mul_(2))  # type: ignore[no-any-return]
+
+
+def test_measuring_changes_nothing_and_runs_nothing_twice(caplog: pytest.LogCaptureFixture) -> None:
+    """A second run would write behind the end of the cache, which on a GPU loses the process."""
+    model, x = Cached(), torch.ones(4, 8)
     before, state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
-    autostream.split(model, [torch.ones(4, 8)], 2, costs="measured")
+    assert training_us(model, [x]) > 0
+    autostream.split(model, [x], 2, costs="measured")
+    assert "cannot be timed" not in caplog.text
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(x, torch.ones(4, 8))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(weight.grad is None for weight in model.parameters())
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Sequence
+from statistics import median
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.benchmark import Timer
 
-_SECONDS = 0.5
-"""For how long it runs."""
+_RUNS = 5
+"""Runs that count, after one to warm up."""
 
 
 def training_us(model: nn.Module, args: Sequence[object]) -> float:
-    """The median time of forward and backward, µs; of a copy, so that the model and random numbers do not change.
+    """The median time of forward and backward, µs.
+
+    Each run has a copy of the model and of the arguments: a second run on the same cache, say, would write behind its
+    end, and on a GPU that ends the process.
 
     Args:
-        model: has weights that are trained.
+        model: has weights that are trained. Neither it, nor the arguments, nor random numbers change.
         args: of a call; an output is a tensor, or contains tensors.
 
     Raises:
@@ -28,15 +32,22 @@ def training_us(model: nn.Module, args: Sequence[object]) -> float:
         >>> training_us(nn.Linear(4, 4), [torch.ones(2, 4)]) > 0
         True
     """
-    model = copy.deepcopy(model)
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-
-    def train() -> None:
-        outputs = [each for each in pytree.tree_leaves(model(*args)) if isinstance(each, Tensor) and each.requires_grad]
-        torch.autograd.grad(outputs, weights, list(map(torch.ones_like, outputs)), allow_unused=True)
-
-    devices = [weight.device for weight in weights if weight.is_cuda][:1]
+    devices = list({weight.device for weight in model.parameters() if weight.is_cuda})
     with torch.enable_grad(), torch.random.fork_rng(devices):
-        train()
-        timer = Timer("train()", globals={"train": train}, num_threads=torch.get_num_threads())
-        return timer.blocked_autorange(min_run_time=_SECONDS).median * 1e6
+        times_us = [_once_us(*copy.deepcopy((model, tuple(args))), devices) for _ in range(1 + _RUNS)]
+    return median(times_us[1:])
+
+
+def _once_us(model: nn.Module, args: tuple[object, ...], devices: Sequence[torch.device]) -> float:
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    start = _now_us(devices)
+    outputs = [each for each in pytree.tree_leaves(model(*args)) if isinstance(each, Tensor) and each.requires_grad]
+    torch.autograd.grad(outputs, weights, list(map(torch.ones_like, outputs)), allow_unused=True)
+    return _now_us(devices) - start
+
+
+def _now_us(devices: Sequence[torch.device]) -> float:
+    """The time when all that was launched has run."""
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return time.perf_counter() * 1e6
