@@ -175,10 +175,10 @@ class Towers(nn.Module):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", ["eager", "inductor"])
-@pytest.mark.parametrize("policy", ["sequential", "path_cover"])
-def test_a_replay_is_mapped_back_to_its_ops(policy: str, kernels: str) -> None:
+@pytest.mark.parametrize(("policy", "streams"), [("sequential", 1), ("path_cover", 2)])
+def test_a_replay_is_mapped_back_to_its_ops(policy: str, streams: int, kernels: str) -> None:
     """Every op is measured, in an order that its schedule allows."""
-    options = Options.parse({"policy": policy, "kernels": kernels, "streams": 2, "memory_budget": float("inf")})
+    options = Options.parse({"policy": policy, "kernels": kernels, "streams": streams, "memory_budget": float("inf")})
     report = Dispatcher(Towers().cuda().eval(), options).watched(torch.randn(64, 512, device="cuda"))
     assert report is not None
     assert report.measured is not None, report.refusals
