@@ -33,7 +33,7 @@ from autostream.runtime.static_inputs import Output
 from autostream.runtime.writes import Frozen, Writes
 from autostream.tuning.budget import budget_of
 from autostream.tuning.recapture import CopyNote, by_address, captured_into_pool
-from autostream.tuning.select import Execution, detached, has_integers, repeatable, written
+from autostream.tuning.select import Execution, detached, may_fail, repeatable, written
 from autostream.tuning.tune import Tuned, tune
 from autostream.utils.locks import preparing
 from autostream.utils.stopwatch import Stopwatch
@@ -130,8 +130,7 @@ class ScheduledProgram:
             self.detached = detached(program)
             self.writes = any(written(self.program, self._graph))
             self.repeatable = repeatable(self.program, self._graph)
-            # With integers, a run that reads replaced weights may fail: an index may be out of their bounds.
-            self.harmless = self.repeatable and not has_integers(program)
+            self.harmless = self.repeatable and not may_fail(program)
             release_unused_memory(self.program.device)
 
     def __call__(self, arguments: Sequence[Tensor]) -> Sequence[Output]:

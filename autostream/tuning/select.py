@@ -11,6 +11,7 @@ longest of theirs.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from statistics import median
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from autostream.analysis.effects import only_checks
@@ -281,12 +283,36 @@ def repeatable(program: Program, graph: OpGraph) -> bool:
     )
 
 
-def has_integers(program: Program) -> bool:
-    """Whether a program computes with integers, which may be indices. Its parameters and buffers do not count."""
+def may_fail(program: Program) -> bool:
+    """Whether the device may fail in a run that reads replaced weights: an index may be out of their bounds, or a check
+    may not hold.
+
+    An op that takes integers may use them as indices, unless it computes element by element, converts or views them.
+    Integers of parameters and buffers do not count.
+
+    Args:
+        program: of ATen ops.
+    """
     state = {p.name for p in program.placeholders if p.role is not Role.INPUT}
-    values = (node.meta.get("val") for node in program.module.graph.nodes if node.name not in state)
-    dtypes = {value.dtype for each in values for value in tree_leaves(each) if isinstance(value, Tensor)}
+
+    def may_index(node: fx.Node) -> bool:
+        computed = (argument for argument in node.all_input_nodes if argument.name not in state)
+        return not _is_elementwise(node) and any(map(_has_integers, computed))
+
+    nodes = program.module.graph.nodes
+    return any(only_checks(node) or may_index(node) for node in nodes if node.op == "call_function")
+
+
+def _has_integers(node: fx.Node) -> bool:
+    dtypes = {value.dtype for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)}
     return any(not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool for dtype in dtypes)
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return target is operator.getitem
+    return torch.Tag.pointwise in target.tags or target.is_view or target is torch.ops.aten._to_copy.default
 
 
 def detached(program: Program) -> tuple[int, ...]:

@@ -25,8 +25,8 @@ from autostream.tuning.select import (
     Selection,
     build,
     detached,
-    has_integers,
     interleaved,
+    may_fail,
     select,
 )
 from tests.runtime.programs import Case, random_schedule, same, sample
@@ -334,22 +334,36 @@ def test_on_a_gpu_restoring_is_not_part_of_the_measured_time() -> None:
     assert seen.item() == 0
 
 
+def _checked(x: Tensor) -> Tensor:
+    torch._assert_async((x > 0).all())
+    return x + 1
+
+
 @pytest.mark.parametrize(
     ("function", "args", "expected"),
     [
         (lambda x: x.relu() > 0, (torch.ones(3),), False),
         (lambda x, i: x[i], (torch.ones(3), torch.tensor([1])), True),
-        (lambda x: x.argmax().float(), (torch.ones(3),), True),
-        (lambda x: x.topk(1), (torch.ones(3),), True),
+        (lambda x, i: x[i.view(-1)[:1] * 2 - 1], (torch.ones(3), torch.tensor([1])), True),
+        (lambda x: x[x.argmax(0, keepdim=True)], (torch.ones(3),), True),
+        (lambda x: x[x.topk(1)[1]], (torch.ones(3),), True),
+        (lambda x: x.argmax().float(), (torch.ones(3),), False),
+        (lambda x, t: x * torch.cos(t[:, None].float() / 8), (torch.ones(3), torch.tensor([7, 900])), False),
         (lambda x: x * 1j, (torch.ones(3),), False),
+        (_checked, (torch.ones(3),), True),
     ],
-    ids=["mask", "index", "made", "made with others", "complex"],
+    ids=["mask", "index", "computed", "made", "made with others", "converted", "time steps", "complex", "check"],
 )
-def test_programs_with_integers_are_found_since_they_may_be_indices(
+def test_programs_that_may_fail_with_other_weights_use_integers_as_indices_or_check(
     function: Any, args: tuple[Tensor, ...], expected: bool
 ) -> None:
     model = Model(lambda module, *args: function(*args), counter=torch.tensor(3))
-    assert has_integers(trace(model, args).program) == expected
+    assert may_fail(trace(model, args).program) == expected
+
+
+def test_an_index_that_is_a_buffer_stays_within_bounds() -> None:
+    model = Model(lambda module, x: x[module.places], places=torch.tensor([2, 0]))
+    assert not may_fail(trace(model, (torch.ones(3),)).program)
 
 
 @pytest.mark.parametrize("error", [CaptureError("no"), torch.OutOfMemoryError("no")])
