@@ -171,7 +171,7 @@ def test_a_call_that_prints_now_and_then_is_the_only_one_that_runs_as_written() 
     step = check(with_prints)
     assert [report.mode for report in step.reports] == ["one stream", "plain"]
     (reason,) = reasons(step)
-    assert "it prints or logs a tensor" in reason
+    assert "it prints or logs" in reason
 
 
 @pytest.mark.parametrize("write", [as_a_factor, in_a_dictionary])

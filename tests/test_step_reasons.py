@@ -125,9 +125,9 @@ DRAW = "draw before the call, and pass what is drawn"
 REASONS: dict[Callable[..., Any], str] = {
     branches: "Python branches on a number .*use torch.where .*if loss.item() > 3:",
     branches_on_a_tensor: "Python branches on a number .*use torch.where .*if not torch.isfinite(loss):",
-    prints: "it prints or logs a tensor: return it.*print(loss)",
-    prints_a_text: "it prints or logs a tensor: return it.*print(f",
-    logs: "it prints or logs a tensor: return it.*logging.getLogger",
+    prints: "it prints or logs: return what it says.*print(loss)",
+    prints_a_text: "it prints or logs: return what it says.*print(f",
+    logs: "it prints or logs: return what it says.*logging.getLogger",
     converts: "it calls numpy() of a tensor: return the tensor.*loss.detach().numpy()",
     steps_another: "an optimizer that is not in the list: add it to optimizers=.*other.step()",
     scales_another: "an optimizer that is not in the list: add it to optimizers=.*SCALER.step(other)",

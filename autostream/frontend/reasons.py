@@ -52,8 +52,8 @@ _WORDS = {
     r"Data-dependent branching|data-dependent expression|Indexing list with non-scalar": "Python branches on a number "
     "that the call computes, or indexes with it: use torch.where or torch.index_select, or decide before the call, and "
     "pass a flag",
-    r"context: builtin print |LoggingLogger|logging\.Logger method": "it prints or logs a tensor: return "
-    "it, and print it after the call",
+    r"context: builtin print |LoggingLogger|logging\.Logger method": "it prints or logs: return what it "
+    "says, and print it after the call",
     r"Variable\(ScriptObject\)": "it uses an object of TorchScript's, such as the packed weights of a quantized layer, "
     "which no graph takes: optimize the parts of the model that have none",
     r"module: random, |qualname: Random\.": PYTHONS_NUMBERS,

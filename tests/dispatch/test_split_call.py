@@ -316,7 +316,7 @@ def quantized() -> nn.Module:
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")  # that module of PyTorch's is deprecated
 @pytest.mark.parametrize(
-    ("make", "words"), [(Warns, "it prints or logs a tensor"), (quantized, "packed weights of a quantized layer")]
+    ("make", "words"), [(Warns, "it prints or logs"), (quantized, "packed weights of a quantized layer")]
 )
 def test_the_reason_is_in_plain_words(
     make: Callable[[], nn.Module], words: str, monkeypatch: pytest.MonkeyPatch
