@@ -7,6 +7,7 @@ documentation says; all others return new memory.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
@@ -78,6 +79,7 @@ CUDA: dict[str, Mode] = {
     )
 }
 CUDA |= AUTOSTREAM
+CUDA["autostream_any_memory"] = partial(optimized, memory_budget=math.inf)
 # Prepared last: its graph goes on to use a cuBLAS workspace that other captures give away.
 CUDA |= {make_graphed_callables.__name__: make_graphed_callables}
 

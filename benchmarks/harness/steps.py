@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,16 +68,9 @@ def cuda_graph_module(subject: StepSubject) -> Step:
     return step
 
 
-def autostream(subject: StepSubject) -> Step:
-    """``autostream.step``, after one step, which makes the state of the optimizers."""
-    step = training.step(optimizers=subject.optimizers)(subject.update)
-    step(*subject.data)
-    return step
-
-
-def autostream_inputs(subject: StepSubject) -> Step:
-    """The same with ``guards="inputs"``."""
-    step = training.step(optimizers=subject.optimizers, guards="inputs")(subject.update)
+def autostream(subject: StepSubject, **options: Any) -> Step:
+    """``autostream.step`` with these options, after one step, which makes the state of the optimizers."""
+    step = training.step(optimizers=subject.optimizers, **options)(subject.update)
     step(*subject.data)
     return step
 
@@ -91,8 +86,13 @@ def _capturable(subject: StepSubject) -> StepSubject:
 CPU: Mapping[str, Callable[[StepSubject], Step]] = {
     mode.__name__: mode for mode in (eager, compile_default, autostream)
 }
-_CAPTURED = (compile_reduce_overhead, cuda_graph, compile_captured, cuda_graph_module, autostream_inputs)
-CUDA: Mapping[str, Callable[[StepSubject], Step]] = {**CPU, **{mode.__name__: mode for mode in _CAPTURED}}
+_CAPTURED = (compile_reduce_overhead, cuda_graph, compile_captured, cuda_graph_module)
+CUDA: Mapping[str, Callable[[StepSubject], Step]] = {
+    **CPU,
+    **{mode.__name__: mode for mode in _CAPTURED},
+    "autostream_inputs": partial(autostream, guards="inputs"),
+    "autostream_any_memory": partial(autostream, memory_budget=math.inf),
+}
 
 
 def step_modes_of(device: torch.device) -> Mapping[str, Callable[[StepSubject], Step]]:

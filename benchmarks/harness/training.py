@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,7 +99,10 @@ CPU: dict[str, Callable[[TrainingSubject], Step]] = {
     mode.__name__: mode for mode in (eager, compile_default, autostream)
 }
 CUDA = CPU | {mode.__name__: mode for mode in (compile_reduce_overhead, cuda_graph, compile_captured)}
-CUDA |= {"autostream_inductor_sequential": partial(autostream, kernels="inductor", policy="sequential")}
+CUDA |= {
+    "autostream_inductor_sequential": partial(autostream, kernels="inductor", policy="sequential"),
+    "autostream_any_memory": partial(autostream, memory_budget=math.inf),
+}
 
 
 def training_modes_of(device: torch.device) -> Mapping[str, Callable[[TrainingSubject], Step]]:

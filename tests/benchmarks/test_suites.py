@@ -37,7 +37,7 @@ def test_a_suite_names_what_exists_and_each_thing_once(name: str) -> None:
 
 def test_inference_runs_all_modes_but_the_slow_ones_and_of_autostreams_variants_one_stream_alone() -> None:
     every = modes_of(torch.device("cuda"))
-    variants = AUTOSTREAM.keys() - {"autostream", ONE_STREAM}
+    variants = {"autostream_any_memory", *AUTOSTREAM} - {"autostream", ONE_STREAM}
     assert set(SUITES["inference"].modes) == every.keys() - {"compile_max_autotune"} - variants
 
 
