@@ -240,13 +240,18 @@ def _beginning_alike(group: ProcessGroup, tensors: Sequence[Tensor]) -> DataPara
     """Data parallelism over a process group, all of whose processes get the tensors of the first.
 
     Raises:
-        GroupError: another process has other tensors, or has not come here in time.
+        GroupError: another process has other tensors or trains others, or has not come here in time.
         TargetError: it is no process group.
     """
     parallel = data_parallel_of(group)
-    agree(parallel.group, [f"a tensor of {tuple(tensor.shape)} and {tensor.dtype}" for tensor in tensors])
+    agree(parallel.group, list(map(_in_words, tensors)))
     share(group, tensors)
     return parallel
+
+
+def _in_words(tensor: Tensor) -> str:
+    trained = "trained" if tensor.requires_grad else "not trained"
+    return f"a tensor of {tuple(tensor.shape)} and {tensor.dtype}, {trained}"
 
 
 _EAGER_OPTIMIZER = "the optimizer runs as it is"

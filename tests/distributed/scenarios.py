@@ -339,6 +339,9 @@ def other_collectives_are_refused(rank: int, processes: int, group: dist.Process
         autostream.train_step(
             wrong := nn.Linear(4 + rank, 2), torch.optim.SGD(wrong.parameters()), nn.MSELoss(), data_parallel=group
         )
+    model.weight.requires_grad_(rank == 0)  # the first step, which is eager, would average other gradients
+    with pytest.raises(GroupError, match=r"number 1 is a tensor .* trained on rank 0 and .*, not trained on rank 1"):
+        autostream.train_step(model, sgd, nn.MSELoss(), data_parallel=group)
 
 
 def a_step_that_one_process_cannot_capture_is_refused(rank: int, processes: int, group: dist.ProcessGroup) -> None:
