@@ -39,8 +39,9 @@ File                   Interface                                          Where 
 ``aten.py``            ``FakeTensorMode``, ``ShapeEnv``                   no fallback
 ..                     ``fx.Graph._root``: order of placeholders          no fallback
 ..                     ``meta_converter``: references to real tensors     ``swap_tensors`` refuses the tensors
-``inputs.py``          ``_dynamo_static_input_type``: marks buffers,      buffers are copied in each call
+``static_tensors.py``  ``_dynamo_static_input_type``: marks buffers,      buffers are copied in each call
 ..                     and caches among the arguments                     caches are copied in each call
+..                     ``_param_name_to_source``                          a ``TraceError``: the call runs eagerly
 ``autograd.py``        ``aot_module_simplified``, ``TracingContext``      no fallback
 ..                     ``bw_donated_idxs``                                ``retain_graph=True`` may be refused
 ..                     ``_register_effectful_op``                         no error where a factorization fails

@@ -31,6 +31,7 @@ from autostream.frontend.dropouts import drop_idle_dropouts
 from autostream.frontend.dynamo import compile_lock, compile_session
 from autostream.frontend.eager_only import unusual_memory
 from autostream.frontend.inputs import names_like
+from autostream.frontend.static_tensors import attributes_as_inputs, with_attributes
 from autostream.ir import Role
 from autostream.runtime.saved_activations import SavedActivations
 from autostream.utils.storages import storage_of
@@ -69,17 +70,19 @@ def run_graph(module: GraphModule, example_inputs: Sequence[Any], make: Make) ->
         example_inputs: tensors like its inputs.
         make: makes what runs a graph without gradients.
     """
+    module, attributes = attributes_as_inputs(module)
     drop_idle_dropouts(module)
     simplify_masks(module)
     use_attention_fast_path(module)
-    names = names_like(example_inputs)
+    values = [*example_inputs, *attributes]
+    names = names_like(values)
     run: Callable[..., Any]
-    if torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in example_inputs):
-        run = differentiable(module, example_inputs, names, make)
+    if torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values):
+        run = differentiable(module, values, names, make)
     else:
         run = make(module, names)
     drop_weak_references(mode_of(module))
-    return run
+    return with_attributes(run, attributes)
 
 
 def op_by_op(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

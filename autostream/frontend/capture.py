@@ -43,6 +43,7 @@ from autostream.frontend.guards import (
     source_name,
 )
 from autostream.frontend.reasons import PYTHONS_NUMBERS, reason_of
+from autostream.frontend.static_tensors import attributes_as_inputs, with_attributes
 
 Arguments = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A call: the callable, its positional arguments and its keyword arguments."""
@@ -207,14 +208,16 @@ def capture(
             if not graphs:
                 return None
             ((module, example_inputs, effects),) = graphs
-            if differentiates and torch.is_grad_enabled() and not any(map(_is_leaf, example_inputs)):
+            module, attributes = attributes_as_inputs(module)
+            if differentiates and torch.is_grad_enabled() and not any(map(_is_leaf, (*example_inputs, *attributes))):
                 # Dynamo traces no backward then, though one of a loss that was computed before reaches leaves.
                 return capture(model, args, kwargs, unguarded, differentiates=False, counters=counters)
             if not counters and (found := guarded_among(effects.counters, output)):
                 with suppress(TraceError):  # a tensor depends on one of them
                     return capture(model, args, kwargs, unguarded, differentiates=differentiates, counters=found)
             values = Values(scope, output.graph_capture_output().f_globals)
-            captured = _capture_of(output, function.__code__, scope, values, module, example_inputs, unguarded)
+            code = function.__code__
+            captured = _capture_of(output, code, scope, values, module, example_inputs, attributes, unguarded)
         changed: tuple[tuple[object, str], ...] = ()
         if unguarded is not None:
             changed = tuple(
@@ -262,6 +265,7 @@ def _capture_of(
     values: Values,
     module: fx.GraphModule,
     example_inputs: Sequence[Any],
+    attributes: Sequence[Tensor],
     unguarded: Callable[[object, str], bool] | None,
 ) -> Capture:
     graph_output = output.graph_capture_output()
@@ -271,7 +275,7 @@ def _capture_of(
     if unguarded is not None:
         drop_guards(graph_output, values, unguarded)
     numbers = apart(module, example_inputs)
-    example_inputs = [value for value in example_inputs if isinstance(value, Tensor)]
+    tensors = *(value for value in example_inputs if isinstance(value, Tensor)), *attributes
     placeholders = module.graph.find_nodes(op="placeholder")
     sources = [getattr(node, "_dynamo_source", None) for node in placeholders]
     if None in sources:
@@ -293,15 +297,16 @@ def _capture_of(
     backend_id = module.meta.get("backend_id") or module._backend_id
 
     def restored(run: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
+        whole = with_attributes(run, attributes)
         call: Callable[..., Any] = environment.forward_callable(
-            backend_id, numbers.beside(run) if numbers else run, extra_globals=used_globals
+            backend_id, numbers.beside(whole) if numbers else whole, extra_globals=used_globals
         )
         return call
 
     guarded = guards_of(graph_output, code, scope)
     bytecode = tuple((step.opname, step.argval) for step in get_instructions(output.bytecode))
     bytecode = tuple((name, value) for name, value in bytecode if value != backend_id)
-    return Capture(module, inputs, tuple(example_inputs), guarded, restored, bytecode)
+    return Capture(module, inputs, tensors, guarded, restored, bytecode)
 
 
 def is_argument(source: Any) -> bool:

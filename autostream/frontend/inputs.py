@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autostream.frontend.capture import Capture
+from autostream.frontend.static_tensors import stays
 from autostream.ir import Role
 from autostream.utils.storages import byte_offset, storage_of
 
@@ -34,7 +35,7 @@ def names_of(captured: Capture, model: nn.Module) -> list[tuple[Role, str]]:
     names = []
     for at, (item, tensor) in enumerate(zip(captured.inputs, captured.tensors, strict=True)):
         if item.is_argument:
-            names.append((Role.BUFFER, item.source) if _stays(tensor) else (Role.INPUT, str(at)))
+            names.append((Role.BUFFER, item.source) if stays(tensor) else (Role.INPUT, str(at)))
         else:
             other = Role.PARAMETER if isinstance(tensor, nn.Parameter) else Role.CONSTANT
             names.append(known.get(id(tensor), (other, item.source)))
@@ -53,12 +54,7 @@ def names_like(values: Sequence[Any]) -> list[tuple[Role, str]]:
 def _role(value: Any) -> Role:
     if isinstance(value, nn.Parameter):
         return Role.PARAMETER
-    return Role.BUFFER if isinstance(value, Tensor) and _stays(value) else Role.INPUT
-
-
-def _stays(tensor: Tensor) -> bool:
-    """Whether the tensor was marked as one whose address stays the same from call to call."""
-    return getattr(tensor, "_dynamo_static_input_type", None) is not None
+    return Role.BUFFER if isinstance(value, Tensor) and stays(value) else Role.INPUT
 
 
 def described(tensors: Sequence[Tensor], device: str | None = None) -> str:
