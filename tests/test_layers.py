@@ -143,6 +143,7 @@ ONLY_IN = [
             "frontend.attention_masks",
             "frontend.counters",
             "frontend.dropouts",
+            "frontend.static_tensors",
             "frontend.steps",
             "dispatch.children",
             "fusion.collectives",
@@ -158,12 +159,15 @@ ONLY_IN = [
         r"\bfx\.Graph\(|\.GraphModule\(",
         {
             *("dispatch.compiled_graph", "runtime.cutting", "runtime.lower", "dispatch.children"),
-            *("frontend.counters", "fusion.collectives", "fusion.kernel_json"),
+            *("frontend.counters", "frontend.static_tensors", "fusion.collectives", "fusion.kernel_json"),
         },
     ),
     (
         r"\.(create_node|node_copy)\(",
-        {"dispatch.compiled_graph", "frontend.counters", "fusion.collectives", "runtime.cutting", "runtime.lower"},
+        {
+            *("dispatch.compiled_graph", "frontend.counters", "frontend.static_tensors", "fusion.collectives"),
+            *("runtime.cutting", "runtime.lower"),
+        },
     ),
     # a stream that others are handed as well must not be captured
     (r"torch\.cuda\.(Stream\(|ExternalStream\()", {"runtime.streams"}),
