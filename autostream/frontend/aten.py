@@ -94,7 +94,7 @@ def _aten_graph(module: fx.GraphModule, tensors: Sequence[Tensor]) -> fx.GraphMo
     """A graph as ATen ops, each with a fake value (``meta["val"]``) and the user's stack (``meta["stack_trace"]``)."""
     if setters := [node for node in module.graph.nodes if node.target in _SETTERS]:
         raise TraceError(f"it sets {setters[0].name.removeprefix('set_')}, which its ATen ops would not")
-    if not _casts(module):
+    if not _casts(module) and not _transforms(module):
         with suppress(TraceError):  # below, after composite ops are decomposed, the graph may be traced after all
             return traced_on_fakes(fx.Interpreter(module).run, tensors, None, pre_dispatch=True)
     return traced_on_fakes(fx.Interpreter(module).run, tensors, {})
@@ -141,6 +141,13 @@ def _casts(module: fx.GraphModule) -> bool:
     switches = any(node.target in _SWITCHES for graph in graphs for node in graph.nodes)
     return switches or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 
+
+def _transforms(module: fx.GraphModule) -> bool:
+    """Whether a function transform is a part of the graph: its ops compute with batches (``torch.vmap``), ATen's not."""
+    return any(getattr(node.target, "__module__", "") == _TRANSFORMS for node in module.graph.nodes)
+
+
+_TRANSFORMS = "torch._functorch.predispatch"
 
 _SETTERS = {torch.set_default_dtype, torch.set_rng_state, torch.random.set_rng_state}
 """Setters of global state that Dynamo leaves in a graph."""
