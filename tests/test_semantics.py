@@ -259,6 +259,7 @@ def test_a_model_that_is_captured_as_one_graph(name: str, configuration: str, mo
     assert modes == {"threads"} if configuration == "scattered" else modes <= {"threads", "one stream"}
 
 
+@pytest.mark.xfail(torch.__version__ < (2, 13), reason="Dynamo of 2.11 breaks at requires_grad_()", strict=True)
 def test_gradients_recorded_inside() -> None:
     """Not in inference mode, where the eager model cannot record any."""
     fast = check_same(Model(records_gradients_inside), ([t(3)], {}), {"strict": True}, [torch.no_grad] * 2)

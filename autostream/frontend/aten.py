@@ -143,7 +143,7 @@ def _casts(module: fx.GraphModule) -> bool:
 
 
 def _transforms(module: fx.GraphModule) -> bool:
-    """Whether a function transform is a part of the graph: its ops compute with batches (``torch.vmap``), ATen's not."""
+    """Whether a function transform, such as ``torch.vmap``, is a part of the graph: its ops compute with batches."""
     return any(getattr(node.target, "__module__", "") == _TRANSFORMS for node in module.graph.nodes)
 
 
