@@ -23,11 +23,12 @@ from autostream.costs.interconnects import Interconnect, interconnect_of
 from autostream.costs.roofline import price
 from autostream.costs.this_device import costs_here, profile_here
 from autostream.costs.training_time import training_us
-from autostream.errors import AutostreamError, OptionError, first_line
+from autostream.errors import AutostreamError, OptionError, TargetError, TraceError, first_line
 from autostream.frontend.modules import name_of
 from autostream.frontend.pipelining import orders, split_spec
 from autostream.frontend.submodules import calls_of, saved_for_backward, trained_of
 from autostream.frontend.trace import trace
+from autostream.frontend.trial import check_call
 from autostream.ir import Costs, DeviceProfile, OpGraph
 from autostream.options import Options
 from autostream.pipeline import check_one_device, device_of
@@ -98,7 +99,8 @@ def split(
 
     Raises:
         OptionError: an option has a value that is not allowed, such as more stages than there are cut points.
-        TargetError: the stages do not fit into the devices' memory, or cannot be balanced.
+        TargetError: the stages do not fit into the devices' memory, or cannot be balanced; the model is no module, or
+            fails at these arguments.
         TraceError: the model is no one graph.
 
     Example:
@@ -172,10 +174,18 @@ def chain_of(
     """Trace, analyze and price a model, and find its cut points; the arguments are those of :func:`split`."""
     if costs not in ("roofline", "measured"):
         raise OptionError(f'costs={costs!r} is not allowed: use "roofline" or "measured"')
+    if not isinstance(model, nn.Module):
+        raise TargetError(f"split takes a torch.nn.Module, not {model!r}")
+    if not isinstance(args, list | tuple):
+        raise TargetError(f"split takes a list of example arguments, not a {type(args).__name__}: split(model, [x], 2)")
     profile = profile_named(device) if isinstance(device, str) else device
     if costs == "measured" and profile is not None:
         raise OptionError('costs="measured" needs the device itself: leave out device, or use costs="roofline"')
-    traced = trace(model, args, device=None if profile is None else device_of(profile))
+    try:
+        traced = trace(model, args, device=None if profile is None else device_of(profile))
+    except TraceError:
+        check_call(model, args, {})
+        raise
     program = traced.program
     check_one_device(program)
     graph = analyze(program)
@@ -225,8 +235,9 @@ def _as_trained(costs: Costs, profile: DeviceProfile, model: nn.Module, args: Se
 
 def split_chain(chain: Chain, stages: int, microbatches: int, link: Interconnect) -> Split:
     """Cut a chain; the arguments are those of :func:`split`."""
-    if microbatches < 1:
-        raise OptionError(f"microbatches={microbatches} is not allowed: use a whole number from 1")
+    for name, value, least in (("stages", stages, 2), ("microbatches", microbatches, 1)):
+        if not isinstance(value, int) or value < least:
+            raise OptionError(f"{name}={value!r} is not allowed: use a whole number from {least}")
     limit_bytes = chain.profile.memory_bytes or inf
     cut = partition(chain.segments, stages, microbatches, link.transfer_us, limit_bytes)
     run = _run("1F1B", one_forward_one_backward(stages, microbatches), cut, link)

@@ -146,6 +146,17 @@ def test_what_cannot_be_split_is_said() -> None:
     x = torch.ones(64, 256)
     with pytest.raises(OptionError, match=r"stages=9 is not allowed: the model has 7 cut points.*use 2 to 8"):
         autostream.split(nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))), [x], 9, device="h200")
+    for stages in (0, 1, "2"):
+        with pytest.raises(OptionError, match=f"stages={stages!r} is not allowed: use a whole number from 2"):
+            autostream.split(layers(4), [x], stages, device="h200")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"stages=2 is not allowed: the model has 0 cut points.*; it cannot be cut"):
+        autostream.split(nn.Linear(256, 256), [x], 2, device="h200")
+    with pytest.raises(TargetError, match=r"a list of example arguments, not a Tensor: split\(model, \[x\], 2\)"):
+        autostream.split(layers(4), x, 2, device="h200")  # type: ignore[arg-type]
+    with pytest.raises(TargetError, match=r"split takes a torch.nn.Module, not 3"):
+        autostream.split(3, [x], 2, device="h200")  # type: ignore[arg-type]
+    with pytest.raises(TargetError, match=r"fails at these example inputs \(RuntimeError: mat1 and mat2 shapes"):
+        autostream.split(layers(4), [x[:, :9]], 2, device="h200")
     with pytest.raises(OptionError, match="microbatches=0 is not allowed"):
         autostream.split(layers(4), [x], 2, device="h200", microbatches=0)
     with pytest.raises(OptionError, match="interconnect='rings' is not allowed: use nvlink or infiniband"):

@@ -135,9 +135,10 @@ def partition(
         [(0, 1), (1, 4)]
     """
     if not 2 <= stages <= len(segments):
+        instead = f"use 2 to {len(segments)} stages" if len(segments) > 1 else "it cannot be cut"
         raise OptionError(
             f"stages={stages} is not allowed: the model has {len(segments) - 1} cut points, calls of submodules that "
-            f"run once and get no tensor that is written later; use 2 to {max(2, len(segments))} stages"
+            f"run once and get no tensor that is written later; {instead}"
         )
     runs = [[*stages_from(segments, first)] for first in range(len(segments))]
 
