@@ -63,7 +63,8 @@ class Pipeline:
         shared: weights that several stages read. Each has a copy, and nothing adds up their gradients.
         step_us: predicted time of a step by 1F1B: forward and backward of all microbatches, µs.
         memory_bytes: what the device of each stage holds at most, by 1F1B: weights, gradients, two states of an
-            optimizer for each weight, and the activations of the microbatches in flight.
+            optimizer for each weight, and the activations of the microbatches in flight. The model's outputs, which
+            PyTorch keeps on the last one until a step ends, and the loss are not included.
     """
 
     model: str
