@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autostream.errors import ScheduleError
 from autostream.scheduling.microbatches import (
     Action,
+    Comparison,
+    Pipeline,
+    Run,
     bubble_share,
     gpipe,
     memory_bytes,
@@ -66,3 +71,16 @@ def test_devices_that_wait_for_each_other_are_an_error() -> None:
     orders = [[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]]
     with pytest.raises(ScheduleError, match="wait for each other: at 0B0, 1F0"):
         simulated(orders, stages(1.0, 1.0), [0.0, 0.0])
+
+
+def test_of_runs_that_differ_by_rounding_the_best_takes_the_least_memory() -> None:
+    pipeline = Pipeline("net", "GPU", 4, (), (), (), 0.0, ())
+
+    def best(*runs: Run) -> str:
+        return Comparison(pipeline, "nvlink", 1, runs).best.schedule
+
+    gpipe_run, other = Run("GPipe", 4, step_us=128094.41102635526, memory_bytes=(43, 20)), Run("1F1B", 4)
+    for step_us in (128094.41102635529, 128094.41102635520):
+        assert best(gpipe_run, replace(other, step_us=step_us, memory_bytes=(19, 20))) == "1F1B"
+    assert best(gpipe_run, replace(other, step_us=129000.0, memory_bytes=(19, 20))) == "GPipe"
+    assert best(replace(gpipe_run, refusal="too large"), replace(other, step_us=9e9, memory_bytes=(19, 20))) == "1F1B"
