@@ -193,7 +193,7 @@ def same(left: Iterable[Any], right: Iterable[Any]) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _execute(module: fx.GraphModule, node: fx.Node, values: dict[str, Any]) -> Any:
