@@ -57,7 +57,6 @@ File                   Interface                                          Where 
 ..                     ``GlobalStateGuard``                               each setting is compared
 ..                     ``_fused_sdp_choice``: order of attention          a cached schedule may not be found
 ``saved_tensors.py``   ``_top_saved_tensors_default_hooks`` and its like  a ``TraceError`` names it; hooks count as set
-..                     ``_get_current_graph_task_keep_graph``             another backward is expected after each
 ``decompositions.py``  kernels by dispatch key: ``OpOverload._op_dk``     no fallback
 ``optimizers.py``      hooks of optimizers, ``_wrapped_by_lr_sched``      no fallback
 ``step_capture.py``    ``config.trace_autograd_ops``                      a ``TraceError``: the step runs eagerly

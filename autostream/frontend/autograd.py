@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,7 @@ from autostream.frontend.dropouts import drop_idle_dropouts
 from autostream.frontend.dynamo import compile_lock, compile_session
 from autostream.frontend.eager_only import unusual_memory
 from autostream.frontend.inputs import names_like
+from autostream.frontend.saved_tensors import call_keeping_errors
 from autostream.frontend.static_tensors import attributes_as_inputs, with_attributes
 from autostream.ir import Role
 from autostream.runtime.saved_activations import SavedActivations
@@ -132,7 +134,7 @@ def differentiable(
             if _OVERWRITTEN in str(error):  # an error of the model's, which eager would raise in the backward only
                 raise TraceError(f"its backward fails: {first_line(error)}") from error
             raise
-    return run
+    return partial(call_keeping_errors, run)
 
 
 _OVERWRITTEN = "modified by an inplace operation"

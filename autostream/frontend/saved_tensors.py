@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd import Function
 
 from autostream.errors import TraceError
 
@@ -67,32 +66,19 @@ def hooks_are_set() -> bool:
     return top is None or top(True) is not None
 
 
-keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-"""Whether saved tensors stay after the backward that is running (``retain_graph=True``).
-
-``True`` where this version of PyTorch does not tell.
-"""
-
-
-def apply(function: type[Function], *args: Any) -> Any:
-    """Call a function of autograd; an exception of a hook on the tensors that it saves comes through.
+def call_keeping_errors(function: Callable[..., Any], *args: Any) -> Any:
+    """Call what saves tensors for a backward; an exception of a hook on them comes through.
 
     A checkpoint's hook raises to stop recomputing as soon as it has all tensors. PyTorch 2.11 can lose that exception,
     and raises a ``SystemError`` that says ``returned NULL without setting an exception`` (pytorch#179536).
 
     Example:
-        >>> class Exp(Function):
-        ...     @staticmethod
-        ...     def forward(ctx, x):
-        ...         y = x.exp()
-        ...         ctx.save_for_backward(y)
-        ...         return y
-        >>> apply(Exp, torch.zeros(2))
-        tensor([1., 1.])
+        >>> call_keeping_errors(torch.exp, torch.zeros(2, requires_grad=True))
+        tensor([1., 1.], grad_fn=<ExpBackward0>)
     """
     top = _top()
     if top is None or (pair := top(True)) is None:
-        return function.apply(*args)  # type: ignore[no-untyped-call]
+        return function(*args)
     pack, unpack = pair
     raised: list[BaseException] = []
 
@@ -105,7 +91,7 @@ def apply(function: type[Function], *args: Any) -> Any:
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(recording_pack, unpack):
-            return function.apply(*args)  # type: ignore[no-untyped-call]
+            return function(*args)
     except SystemError:
         if raised:
             raise raised[-1] from None

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd import Function
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 import autostream
 from autostream.dispatch import entries
@@ -279,6 +280,26 @@ def test_checkpoints_generate_the_same_random_numbers_again(outside: bool) -> No
     for ours, theirs in zip(found[::2], found[1::2], strict=True):
         same_gradients(ours, theirs)
     assert [report.mode for report in fast.reports] == ["graph breaks"]
+
+
+@DYNAMO_WARNS
+def test_a_checkpoint_ends_early_where_pytorch_loses_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch 2.11 does on a GPU (pytorch#179536)."""
+    kept = Function.__dict__["apply"]
+
+    def losing(cls: type[Function], *args: Any) -> Any:
+        try:
+            return kept.__get__(None, cls)(*args)
+        except _StopRecomputationError:
+            lost.append(cls)
+            raise SystemError("<built-in method apply> returned NULL without setting an exception") from None
+
+    model, plain, lost = Branching(), Branching(), list[type[Function]]()
+    fast = autostream.optimize(model, policy="critical_path")
+    theirs = trained(plain, lambda x: checkpoint(plain, x, use_reentrant=False))
+    monkeypatch.setattr(Function, "apply", classmethod(losing))
+    same_gradients(trained(model, lambda x: checkpoint(fast, x, use_reentrant=False)), theirs)
+    assert lost
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from autostream.errors import TraceError
-from autostream.frontend.saved_tensors import apply, hooks_are_set, hooks_set_aside
+from autostream.frontend.saved_tensors import call_keeping_errors, hooks_are_set, hooks_set_aside
 
 
 def saves() -> None:
@@ -108,7 +108,7 @@ def test_the_error_of_a_hook_is_raised(lost: bool, monkeypatch: pytest.MonkeyPat
     try:
         with saved_tensors_hooks(refusing, refusing):
             try:
-                apply(Exp, x)
+                call_keeping_errors(Exp.apply, x)
             except EndsEarlyError as error:
                 raised.append(ref(error))
         assert [error() for error in raised] == [None]
@@ -120,11 +120,11 @@ def test_hooks_are_called_and_stay_and_other_errors_come_through(monkeypatch: py
     seen: list[str] = []
     x = torch.ones(2, requires_grad=True)
     with Hooks("outer", seen):
-        apply(Exp, x).sum().backward()
+        call_keeping_errors(Exp.apply, x).sum().backward()
         saves()
     assert seen == ["outer packs", "outer unpacks"] * 2
     torch.testing.assert_close(x.grad, torch.ones(2).exp())
-    apply(Exp, x)
+    call_keeping_errors(Exp.apply, x)
     assert len(seen) == 4
 
     def fail(*args: Any) -> Tensor:
@@ -132,4 +132,4 @@ def test_hooks_are_called_and_stay_and_other_errors_come_through(monkeypatch: py
 
     monkeypatch.setattr(Exp, "apply", fail)
     with Hooks("outer", []), pytest.raises(SystemError, match="another"):
-        apply(Exp, torch.ones(2, requires_grad=True))
+        call_keeping_errors(Exp.apply, torch.ones(2, requires_grad=True))
