@@ -241,7 +241,7 @@ class _Fitting:
         original = self._with_memory(simulated)
         if not original.refusal:
             return (original,)
-        fitting = list(islice(filter(_may_run, map(self._with_memory, self._smaller(simulated))), 1))
+        fitting = list(islice(self._smaller(simulated), 1))
         faster = all(original.predicted_us < candidate.predicted_us for candidate in fitting)
         return (*fitting, *([original] if faster else []))
 
@@ -258,20 +258,32 @@ class _Fitting:
         limit = Limit.BUDGET if refusal else None
         return replace(candidate, refusal=refusal, limit=limit, incomplete=hopeless)
 
-    def _smaller(self, simulated: _Simulated) -> Iterator[_Simulated]:
-        """Schedules with the same streams that need less memory, the most similar first."""
+    def _smaller(self, simulated: _Simulated) -> Iterator[Candidate]:
+        """Schedules with the same streams that fit, the most similar first."""
         graph, profile, original = self.priced.graph, self.priced.profile, simulated.candidate.schedule
         edge_us = profile.over(original.streams).cross_stream_edge_us
-        least_bytes = max(1, round(WORTH_A_WAIT * self.sequential.memory_bytes))
-        yield from self._waiting(simulated, edge_us, least_bytes)
+        yield from self._waiting(simulated, edge_us)
         for order in (postponed(graph, original, simulated.timeline, edge_us), in_program_order(graph, original)):
-            yield from self._waiting(self._run(synchronize(graph, order)), edge_us, least_bytes)
+            yield from self._waiting(self._run(synchronize(graph, order)), edge_us)
 
-    def _waiting(self, simulated: _Simulated, edge_us: float, least_bytes: int) -> Iterator[_Simulated]:
-        """The schedule with waits for memory, which may use more and more of the launches' slack."""
+    def _waiting(self, simulated: _Simulated, edge_us: float) -> Iterator[Candidate]:
+        """The schedule with waits for memory that use up little of the launches' slack, then more and more, if it fits.
+
+        The one that uses up the most is made first: where even that does not fit, which is usual for a schedule that
+        needs much more than the budget, the others would not either, with few exceptions.
+        """
         schedule, timeline = simulated.candidate.schedule, simulated.timeline
-        for slack in SLACKS:
-            yield self._run(wait_for_memory(self.priced.graph, schedule, timeline, edge_us, least_bytes, slack))
+        least_bytes = max(1, round(WORTH_A_WAIT * self.sequential.memory_bytes))
+
+        def waiting(slack: float) -> Candidate:
+            waits = wait_for_memory(self.priced.graph, schedule, timeline, edge_us, least_bytes, slack)
+            return self._with_memory(self._run(waits))
+
+        *less, most = SLACKS
+        smallest = waiting(most)
+        if _may_run(smallest):
+            yield from filter(_may_run, map(waiting, less))
+            yield smallest
 
     def _run(self, schedule: Schedule) -> _Simulated:
         return _run(self.priced, schedule, self.sequential.captured)
