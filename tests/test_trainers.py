@@ -42,7 +42,7 @@ def beside(model: Any) -> Any:
     return autostream.optimize(model, **STREAMS)
 
 
-def test_the_trainer_of_transformers_trains_it(tmp_path: Path) -> None:
+def test_the_trainer_of_transformers_trains_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, logging
 
@@ -51,8 +51,8 @@ def test_the_trainer_of_transformers_trains_it(tmp_path: Path) -> None:
     config = BertConfig(**sizes, intermediate_size=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     ids = torch.arange(64).reshape(8, 8) % 32
     data: Any = [{"input_ids": row, "unused": 1, "labels": torch.tensor(at % 2)} for at, row in enumerate(ids)]
-    losses = []
-    for wrap in (unchanged, beside, in_place):
+    losses, saved = [], []
+    for wrap in (unchanged, in_place, beside):
         torch.manual_seed(0)
         model = wrap(BertForSequenceClassification(config))
         options: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 3, "use_cpu": True, "seed": 0}
@@ -60,13 +60,21 @@ def test_the_trainer_of_transformers_trains_it(tmp_path: Path) -> None:
         arguments = TrainingArguments(output_dir=str(tmp_path), **options, **quiet)
         trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)
         losses += [[trainer.train().training_loss, trainer.evaluate()["eval_loss"]]]
-        trainer.save_model(str(tmp_path / "saved"))
+        if wrap is not unchanged:
+            modes = [report.mode for report in reports_of(model)]
+            assert "forward and backward" in modes
+            assert "plain" not in modes
+        place = tmp_path / wrap.__name__
+        for _ in range(2):
+            trainer.save_model(str(place))
+        saved.append({path.name for path in place.iterdir()})
+        if wrap is in_place:
+            again = BertForSequenceClassification.from_pretrained(place)
+            torch.testing.assert_close(again.state_dict(), model.state_dict())
     torch.testing.assert_close(losses[1:], losses[:1] * 2)
-    modes = [report.mode for report in reports_of(model)]
-    assert "forward and backward" in modes
-    assert "plain" not in modes
-    again = BertForSequenceClassification.from_pretrained(tmp_path / "saved")
-    torch.testing.assert_close(again.state_dict(), model.state_dict())
+    assert saved[1] == saved[0]
+    assert saved[0] - saved[2] == {"config.json"}, "of what optimize returned, the trainer saves the weights alone"
+    assert caplog.text.count("state_dict() of the wrapper has no configuration") == 1
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

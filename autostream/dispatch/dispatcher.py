@@ -108,7 +108,7 @@ class Dispatcher(OptimizedCallable):
         if self.disabled or exporting():
             return self.model(*args, **kwargs)
         if reason := self._unusual(args, kwargs):
-            return self._run_eagerly(reason, args, kwargs)
+            return self.run_eagerly(reason, args, kwargs)
         return self._dispatch(args, kwargs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -189,6 +189,17 @@ class Dispatcher(OptimizedCallable):
         """Drop everything compiled. Call this when the model's parameters move to other memory."""
         self._forget()
 
+    def run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call as the model does, and say why, once.
+
+        Raises:
+            TraceError: with ``strict=True``.
+        """
+        if self.options.strict:
+            raise TraceError(reason)
+        self._note(reason)
+        return self.model(*args, **kwargs)
+
     def _schedule_of(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[ScheduledProgram, list[Tensor]] | None:
@@ -234,12 +245,12 @@ class Dispatcher(OptimizedCallable):
         entry: Entry | str | None = self._find(key, args, kwargs, excluded)
         if entry is None:
             if reason := eager_reason(self.options, chain(args, self.model.parameters())):
-                value = self._run_eagerly(reason, args, kwargs)
+                value = self.run_eagerly(reason, args, kwargs)
                 self._replays.add_eager(key, EagerCall(label, reason), args, kwargs)
                 return value
             entry = self._compile(key, label, args, kwargs, excluded=excluded)
         if isinstance(entry, str):
-            return self._run_eagerly(entry, args, kwargs)
+            return self.run_eagerly(entry, args, kwargs)
         if isinstance(entry, EagerCall | SplitCall):
             try:
                 value = entry(*args, **kwargs) if isinstance(entry, SplitCall) else self.model(*args, **kwargs)
@@ -413,12 +424,6 @@ class Dispatcher(OptimizedCallable):
                 self._admission.entries[key] = others
             else:  # without a refund: a model may fail in every second call
                 self._admission.entries.pop(key, None)
-
-    def _run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.options.strict:
-            raise TraceError(reason)
-        self._note(reason)
-        return self.model(*args, **kwargs)
 
     def _note(self, reason: str) -> None:
         """Add a reason why a call ran eagerly to the reports, and log it once."""
