@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +39,14 @@ from autostream.errors import AutostreamError, TargetError, TraceError, first_li
 from autostream.frontend.eager_only import (
     exporting,
     growing_cache,
+    has_static_cache,
     traced_by_fx,
     unusual_call,
     unusual_tensor,
 )
 from autostream.frontend.inputs import aliases_of, described
-from autostream.frontend.modules import name_of
+from autostream.frontend.modules import forward_of, name_of
+from autostream.frontend.reasons import AS_A_TENSOR, ONE_CACHE, changed_number, failed_guard
 from autostream.frontend.saved_tensors import hooks_are_set
 from autostream.frontend.settings import numerics
 from autostream.frontend.tree import Structure, flatten, map_tensors
@@ -403,13 +405,23 @@ class Dispatcher(OptimizedCallable):
         return new_entry(self.model, self._context, label, args, kwargs, known)
 
     def _refusal(self, reason: str, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """A reason not to compile, with advice: the guard that fails in each call, or what to do about the shapes."""
-        guard = self._failed_guard(self._admission.entries.get(key, []), args, kwargs)
-        advice = f"another graph for each call, since {guard}" if guard else _SIZES
-        refusal = f"{reason}: {advice}"
+        """A reason not to compile, with advice."""
+        refusal = f"{reason}: {self._advice(key, args, kwargs)}"
         if self.options.strict:
             raise TraceError(refusal)
         return refusal
+
+    def _advice(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """What to do where one call after the other is of a new kind: by the guard that fails, or by what is new."""
+        entries = self._admission.entries
+        if guard := self._failed_guard(entries.get(key, []), args, kwargs):
+            return f"another graph for each call, since {failed_guard(guard)}"
+        latest: Any = next(reversed(entries), key)
+        structures = cast(Any, key)[0], latest[0]
+        known = all(isinstance(each, Structure) for each in structures)
+        if known and (name := changed_number(forward_of(self.model), *structures)):
+            return f"a number in {name} changes: {AS_A_TENSOR}"
+        return _CACHES if has_static_cache((*args, *kwargs.values())) else _SIZES
 
     def _failed_guard(self, entries: Sequence[Entry], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """The guard of the latest captured one of these entries that fails for a call, or ``""``."""
@@ -452,6 +464,8 @@ def _chosen(report: Report) -> tuple[int, ...]:
 
 
 _FULL = "it has been captured as often as max_signatures allows for inputs of this kind"
+
+_CACHES = f"pad prompts to a few lengths, and for the cache, {ONE_CACHE}"
 
 _SIZES = "pad them to a few sizes with dynamic= (see autostream.Bucket), or raise max_signatures"
 
