@@ -189,10 +189,14 @@ def _dispatcher(module: nn.Module, dynamic: Dynamic | None, options: dict[str, A
 
 def _obstacle(model: object) -> str:
     """Why calls of this cannot be scheduled in place, and what to do; or ``""``."""
-    if isinstance(model, type) or not isinstance(model, nn.Module):
-        return "it is no torch.nn.Module: use optimize for functions"
-    if isinstance(model, OptimizedModule):
+    if isinstance(model, type):
+        return "it is a class: make a module of it" if issubclass(model, nn.Module) else "it is no torch.nn.Module"
+    if isinstance(model, OptimizedModule | OptimizedMethod):
         return "it is optimized already: give optimize_ the model that it was made from"
+    if not isinstance(model, nn.Module):
+        return f"it is no torch.nn.Module{': use optimize for functions' if callable(model) else ''}"
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        return "torch.compile has compiled it: give optimize_ the model that it was made from"
     if isinstance(model, torch.jit.ScriptModule):
         return "TorchScript cannot be captured: use the module that it was made from"
     kind: Any = type(model)

@@ -210,9 +210,13 @@ def test_what_has_no_calls_to_schedule_is_refused() -> None:
     compiled = Net()
     compiled.compile(backend="eager")
     for wrong, match in [
-        (torch.relu, "use optimize for functions"),
-        (Net, "no torch.nn.Module"),
-        (autostream.optimize(Net()), "the model that it was made from"),
+        (torch.relu, "it is no torch.nn.Module: use optimize for functions$"),
+        (t(2), "it is no torch.nn.Module$"),
+        (Net, "Net'> in place: it is a class: make a module of it$"),
+        (int, "it is no torch.nn.Module$"),
+        (autostream.optimize(Net()), "it is optimized already: give optimize_ the model that it was made from$"),
+        (autostream.optimize(Net().loss), "it is optimized already"),
+        (torch.compile(Net(), backend="eager"), "torch.compile has compiled it: give optimize_ the model that it was"),
         (Calling(), "Calling has a __call__ of its own: use optimize"),
         (compiled, "nn.Module.compile has compiled its calls"),
         (torch.jit.script(nn.ReLU()), "TorchScript"),

@@ -58,7 +58,7 @@ from autostream.reporting.report import Report
 from autostream.runtime.cuda_graph import GraphPools
 from autostream.runtime.input_buffers import BufferTable
 from autostream.utils.locks import lock_of, preparing
-from autostream.utils.logs import Log
+from autostream.utils.logs import MOST_WARNINGS, Log, Warned
 
 log = Log(__name__)
 
@@ -95,6 +95,7 @@ class Dispatcher(OptimizedCallable):
         self._lock = lock_of(self)
         self._forget()
         self._bypasses: dict[str, Report] = {}
+        self._warn = Warned(log)
 
     def _forget(self) -> None:
         self._admission = Admission[list[Entry]](self.options.max_signatures)
@@ -319,7 +320,7 @@ class Dispatcher(OptimizedCallable):
         """Run a call eagerly whose schedule failed; if that succeeds, run all calls like it eagerly from now on."""
         value = self.model(*args, **kwargs)
         reason = f"its schedule fails at some inputs ({error}), and the model does not: perhaps it catches that"
-        log.warning("%s runs plainly: %s", self.name, reason)
+        self._warn(f"{self.name} runs plainly: {reason}")
         self._drop(key, entry)
         with self._lock:
             self._admission.entries.setdefault(key, []).append(EagerCall(entry.label, reason))
@@ -402,7 +403,7 @@ class Dispatcher(OptimizedCallable):
         """Capture a call; or the reason why it has to be a later one."""
         entries = chain.from_iterable(self._admission.entries.values())
         known = (entry.compiled for entry in entries if isinstance(entry, CapturedCall) and entry.compiled)
-        return new_entry(self.model, self._context, label, args, kwargs, known)
+        return new_entry(self.model, self._context, label, args, kwargs, known, self._warn)
 
     def _refusal(self, reason: str, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """A reason not to compile, with advice."""
@@ -439,8 +440,8 @@ class Dispatcher(OptimizedCallable):
 
     def _note(self, reason: str) -> None:
         """Add a reason why a call ran eagerly to the reports, and log it once."""
-        if reason not in self._bypasses and len(self._bypasses) < _MOST_REASONS:
-            log.warning("%s runs plainly: %s", self.name, reason)
+        self._warn(f"{self.name} runs plainly: {reason}")
+        if reason not in self._bypasses and len(self._bypasses) < MOST_WARNINGS:
             refusal = Decision("", "plain", reason)
             report = Report(self.name, "some calls", "plain", refusals=(refusal,), versions=versions())
             self._bypasses = {**self._bypasses, reason: report}
@@ -468,5 +469,3 @@ _FULL = "it has been captured as often as max_signatures allows for inputs of th
 _CACHES = f"pad prompts to a few lengths, and for the cache, {ONE_CACHE}"
 
 _SIZES = "pad them to a few sizes with dynamic= (see autostream.Bucket), or raise max_signatures"
-
-_MOST_REASONS = 100
