@@ -100,10 +100,11 @@ def test_accelerate_prepares_it_as_it_is(precision: str) -> None:
     accelerate.state.AcceleratorState._reset_state(True)
 
 
-@pytest.mark.parametrize(
-    ("automatic", "what"), [(True, "its calls"), (False, "its calls"), (True, "its training step")]
-)
-def test_a_lightning_module_trains(automatic: bool, what: str) -> None:
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+@pytest.mark.parametrize("what", ["its calls", "its training step"])
+@pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
+def test_a_lightning_module_trains(automatic: bool, what: str, kind: str) -> None:
+    """Adam counts its steps, and makes its state in the first: a run too many would be seen."""
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")
     base: Any = lightning.LightningModule
 
@@ -121,21 +122,22 @@ def test_a_lightning_module_trains(automatic: bool, what: str) -> None:
             x, y = batch
             loss = F.mse_loss(self(x), y)
             if not automatic:
-                sgd = self.optimizers()
-                sgd.zero_grad()
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
                 self.manual_backward(loss)
-                sgd.step()
+                optimizer.step()
             self.losses.append(loss.detach())
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+            made: torch.optim.Optimizer = getattr(torch.optim, kind)(self.parameters(), lr=0.1)
+            return made
 
     def step(model: Any) -> Any:
         model.training_step = autostream.optimize(model.training_step, **STREAMS)
         return model
 
-    losses = []
+    losses, states = [], []
     wraps: list[Callable[[Any], Any]] = [unchanged, in_place if what == "its calls" else step]
     for wrap in wraps:
         torch.manual_seed(0)
@@ -144,7 +146,9 @@ def test_a_lightning_module_trains(automatic: bool, what: str) -> None:
         trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **off)
         trainer.fit(model, DataLoader(TensorDataset(torch.ones(12, 4), torch.zeros(12, 1)), 4))
         losses.append(model.losses)
+        states.append((model.state_dict(), trainer.optimizers[0].state_dict()["state"]))
     torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*states)
     assert losses[0][0] > losses[0][-1]
     reports = reports_of(model if what == "its calls" else model.training_step)
     modes = {report.mode for report in reports}
