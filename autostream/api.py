@@ -16,6 +16,7 @@ from torch.nn.modules import module as nn_module
 from autostream.dispatch.dispatcher import Dispatcher
 from autostream.dispatch.optimized_method import OptimizedMethod
 from autostream.dispatch.padding import PaddingDispatcher
+from autostream.dispatch.passed_on import PassedOn, unwatched
 from autostream.errors import TargetError, shown
 from autostream.frontend.buckets import Bucket
 from autostream.frontend.modules import is_method, module_of
@@ -104,6 +105,7 @@ def optimize(
     if isinstance(model, type) or not callable(model):
         hint = ": make one" if isinstance(model, type) and issubclass(model, nn.Module) else ""
         raise TargetError(f"optimize takes a torch.nn.Module or a function of tensors, not {shown(model)}{hint}")
+    model = unwatched(model)
     args, kwargs = _examples(example_inputs, example_kwargs)
     dispatcher = _dispatcher(module_of(model), dynamic, options)
     if example_inputs is not None or example_kwargs is not None:
@@ -187,10 +189,14 @@ def _dispatcher(module: nn.Module, dynamic: Dynamic | None, options: dict[str, A
 
 def _obstacle(model: object) -> str:
     """Why calls of this cannot be scheduled in place, and what to do; or ``""``."""
-    if isinstance(model, type) or not isinstance(model, nn.Module):
-        return "it is no torch.nn.Module: use optimize for functions"
-    if isinstance(model, OptimizedModule):
+    if isinstance(model, type):
+        return "it is a class: make a module of it" if issubclass(model, nn.Module) else "it is no torch.nn.Module"
+    if isinstance(model, OptimizedModule | OptimizedMethod):
         return "it is optimized already: give optimize_ the model that it was made from"
+    if not isinstance(model, nn.Module):
+        return f"it is no torch.nn.Module{': use optimize for functions' if callable(model) else ''}"
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        return "torch.compile has compiled it: give optimize_ the model that it was made from"
     if isinstance(model, torch.jit.ScriptModule):
         return "TorchScript cannot be captured: use the module that it was made from"
     kind: Any = type(model)
@@ -221,7 +227,9 @@ class OptimizedModule(nn.Module):
     """A model with its schedules, one for each signature that it was called with.
 
     It has the model's parameters, buffers and submodules under the same names, so ``state_dict``, ``parameters``,
-    ``to``, ``train`` and ``load_state_dict`` act on the model. Other attributes are looked up in the model.
+    ``to``, ``train`` and ``load_state_dict`` act on the model. Other attributes are looked up in the model. Its methods
+    call the model itself, not this: which of them do, such as ``generate`` of transformers, is said once, and
+    :func:`optimize_` is for these.
 
     Unless the model has attributes of these names, ``prepare(*args, **kwargs)``, ``static_inputs(*args, **kwargs)``,
     ``lowered(*args, **kwargs)`` and ``reports`` are those of :class:`~autostream.dispatch.dispatcher.Dispatcher`.
@@ -240,7 +248,8 @@ class OptimizedModule(nn.Module):
     """
 
     _autostream: Dispatcher
-    """The only attribute of this class: any other name could be one of the model's."""
+    _autostream_passed_on: PassedOn
+    """The only attributes of this class: any other name could be one of the model's."""
 
     forward: Callable[..., Any]
     """Runs the model. It has the signature of the model's."""
@@ -255,6 +264,7 @@ class OptimizedModule(nn.Module):
         attributes |= {name: getattr(dispatcher.model, name) for name in _SHARED}  # Dynamo reads the dictionary itself
         attributes["_compiled_call_impl"] = None
         attributes["_autostream"] = dispatcher
+        attributes["_autostream_passed_on"] = PassedOn(dispatcher)
         attributes["forward"] = OptimizedMethod(dispatcher)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -294,6 +304,8 @@ class OptimizedModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's."""
+        if not args and not kwargs:  # not as a part of another module
+            self._autostream_passed_on.saving()
         return self._autostream.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -312,7 +324,7 @@ class OptimizedModule(nn.Module):
             raise AttributeError(name)
         dispatcher, model = self._autostream, self._autostream.model
         delegated = name in _DISPATCHER and (isinstance(model, OptimizedModule) or not hasattr(model, name))
-        return getattr(dispatcher if delegated else model, name)
+        return getattr(dispatcher, name) if delegated else self._autostream_passed_on(getattr(model, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the model, unless each module has one of its own, such as hooks."""

@@ -274,6 +274,29 @@ def test_a_cache_that_grows_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> N
     assert caplog.text.count("DynamicCache grows from call to call: use a static cache") == 1
 
 
+def test_caches_of_many_sizes_are_left_alone_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    model = decoder("Llama").eval()
+    expected = copy.deepcopy(model)
+    autostream.optimize_(model, **QUICK)
+    for most in range(8, 26, 2):
+        given = {**STATIC, "max_length": most}
+        assert torch.equal(model.generate(tokens(5), **given), expected.generate(tokens(5), **given))
+    for where in ("pad prompts to a few lengths, and for the cache,", "since its cache has another size:"):
+        assert f"{where} fix max_length (or max_cache_len), or pass one StaticCache" in caplog.text
+    assert caplog.text.count("runs plainly: one call after the other") == 2
+    assert "==" not in caplog.text, "each size would be another message"
+
+
+def test_generate_of_a_wrapper_says_that_it_calls_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    model, inputs = whisper()  # its generate() calls that of a base class
+    given = {**STATIC, **inputs, "max_new_tokens": 4}
+    fast = autostream.optimize(model.eval(), **QUICK)
+    for _ in range(2):
+        assert torch.equal(fast.generate(**given), model.generate(**given))
+    assert caplog.text.count("generate() calls the model itself, past the wrapper: use autostream.optimize_(") == 1
+    assert not scheduled(fast)
+
+
 def test_beams_that_move_the_cache_are_followed() -> None:
     """They give its layers other tensors between two steps."""
     model = decoder("Llama").eval()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import autostream
-from autostream.errors import OptionError, TargetError
+from autostream.errors import OptionError, TargetError, TraceError
 from autostream.explaining import reports_of
 from tests.semantics import same, t
 
@@ -210,9 +210,13 @@ def test_what_has_no_calls_to_schedule_is_refused() -> None:
     compiled = Net()
     compiled.compile(backend="eager")
     for wrong, match in [
-        (torch.relu, "use optimize for functions"),
-        (Net, "no torch.nn.Module"),
-        (autostream.optimize(Net()), "the model that it was made from"),
+        (torch.relu, "it is no torch.nn.Module: use optimize for functions$"),
+        (t(2), "it is no torch.nn.Module$"),
+        (Net, "Net'> in place: it is a class: make a module of it$"),
+        (int, "it is no torch.nn.Module$"),
+        (autostream.optimize(Net()), "it is optimized already: give optimize_ the model that it was made from$"),
+        (autostream.optimize(Net().loss), "it is optimized already"),
+        (torch.compile(Net(), backend="eager"), "torch.compile has compiled it: give optimize_ the model that it was"),
         (Calling(), "Calling has a __call__ of its own: use optimize"),
         (compiled, "nn.Module.compile has compiled its calls"),
         (torch.jit.script(nn.ReLU()), "TorchScript"),
@@ -275,6 +279,50 @@ def test_the_wrapper_has_the_signature_and_the_special_methods_of_the_model() ->
         same(fast(t(3, 4)), t(3, 4).tanh())
     assert len(pickle.loads(pickle.dumps(fast))) == len(layers) == 1
     assert "relu" in autostream.optimize(nn.ModuleDict({"relu": nn.ReLU()}))
+
+
+class Restless(Net):
+    """Its methods do what a watched call could disturb."""
+
+    def renamed(self, name: str) -> Net:
+        self.name = name
+        return copy.deepcopy(pickle.loads(pickle.dumps(self)))
+
+    def fails(self, x: Tensor) -> Tensor:
+        raise ValueError(x)
+
+    def generate(self, x: Tensor) -> Tensor:
+        return super().generate(x)
+
+
+@torch.no_grad()
+def test_a_method_of_the_wrapper_that_calls_the_model_itself_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Restless(), t(3, 4)
+    fast, attributes = autostream.optimize(model), {*vars(model), "name"}
+    same(fast.loss(x), model.loss(x))
+    same(fast.renamed("new")(x), model(x))
+    with pytest.raises(ValueError, match="tensor"):
+        fast.fails(x)
+    assert (model.name, caplog.text) == ("new", "")
+    for _ in range(2):
+        same(fast.generate(x), model.generate(x))
+        same(fast(x), model(x))
+    assert caplog.text.count("Restless runs plainly: generate() calls the model itself, past the wrapper: use") == 1
+    assert "autostream.optimize_(model)" in autostream.explain(fast)
+    assert set(vars(model)) == attributes
+    assert fast.generate == model.generate
+    assert len(signatures(fast)) == 1
+    with pytest.raises(TraceError, match="generate"):
+        autostream.optimize(model, strict=True).generate(x)
+    assert list(inspect.signature(autostream.optimize(model).generate).parameters) == ["x"]
+
+
+@torch.no_grad()
+def test_a_method_of_the_wrapper_is_a_part_of_graphs() -> None:
+    model, x = Net(), t(3, 4)
+    fast = autostream.optimize(model)
+    same(torch.compile(lambda x: fast.generate(x) + 1, backend="eager", fullgraph=True)(x), model.generate(x) + 1)
+    same(autostream.optimize(fast.loss, strict=True)(x), model.loss(x))
 
 
 @torch.no_grad()

@@ -42,7 +42,7 @@ def beside(model: Any) -> Any:
     return autostream.optimize(model, **STREAMS)
 
 
-def test_the_trainer_of_transformers_trains_it(tmp_path: Path) -> None:
+def test_the_trainer_of_transformers_trains_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, logging
 
@@ -51,8 +51,8 @@ def test_the_trainer_of_transformers_trains_it(tmp_path: Path) -> None:
     config = BertConfig(**sizes, intermediate_size=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     ids = torch.arange(64).reshape(8, 8) % 32
     data: Any = [{"input_ids": row, "unused": 1, "labels": torch.tensor(at % 2)} for at, row in enumerate(ids)]
-    losses = []
-    for wrap in (unchanged, beside, in_place):
+    losses, saved = [], []
+    for wrap in (unchanged, in_place, beside):
         torch.manual_seed(0)
         model = wrap(BertForSequenceClassification(config))
         options: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 3, "use_cpu": True, "seed": 0}
@@ -60,13 +60,21 @@ def test_the_trainer_of_transformers_trains_it(tmp_path: Path) -> None:
         arguments = TrainingArguments(output_dir=str(tmp_path), **options, **quiet)
         trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)
         losses += [[trainer.train().training_loss, trainer.evaluate()["eval_loss"]]]
-        trainer.save_model(str(tmp_path / "saved"))
+        if wrap is not unchanged:
+            modes = [report.mode for report in reports_of(model)]
+            assert "forward and backward" in modes
+            assert "plain" not in modes
+        place = tmp_path / wrap.__name__
+        for _ in range(2):
+            trainer.save_model(str(place))
+        saved.append({path.name for path in place.iterdir()})
+        if wrap is in_place:
+            again = BertForSequenceClassification.from_pretrained(place)
+            torch.testing.assert_close(again.state_dict(), model.state_dict())
     torch.testing.assert_close(losses[1:], losses[:1] * 2)
-    modes = [report.mode for report in reports_of(model)]
-    assert "forward and backward" in modes
-    assert "plain" not in modes
-    again = BertForSequenceClassification.from_pretrained(tmp_path / "saved")
-    torch.testing.assert_close(again.state_dict(), model.state_dict())
+    assert saved[1] == saved[0]
+    assert saved[0] - saved[2] == {"config.json"}, "of what optimize returned, the trainer saves the weights alone"
+    assert caplog.text.count("state_dict() of the wrapper has no configuration") == 1
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -92,10 +100,11 @@ def test_accelerate_prepares_it_as_it_is(precision: str) -> None:
     accelerate.state.AcceleratorState._reset_state(True)
 
 
-@pytest.mark.parametrize(
-    ("automatic", "what"), [(True, "its calls"), (False, "its calls"), (True, "its training step")]
-)
-def test_a_lightning_module_trains(automatic: bool, what: str) -> None:
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+@pytest.mark.parametrize("what", ["its calls", "its training step"])
+@pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
+def test_a_lightning_module_trains(automatic: bool, what: str, kind: str) -> None:
+    """Adam counts its steps, and makes its state in the first: a run too many would be seen."""
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")
     base: Any = lightning.LightningModule
 
@@ -113,21 +122,22 @@ def test_a_lightning_module_trains(automatic: bool, what: str) -> None:
             x, y = batch
             loss = F.mse_loss(self(x), y)
             if not automatic:
-                sgd = self.optimizers()
-                sgd.zero_grad()
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
                 self.manual_backward(loss)
-                sgd.step()
+                optimizer.step()
             self.losses.append(loss.detach())
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+            made: torch.optim.Optimizer = getattr(torch.optim, kind)(self.parameters(), lr=0.1)
+            return made
 
     def step(model: Any) -> Any:
         model.training_step = autostream.optimize(model.training_step, **STREAMS)
         return model
 
-    losses = []
+    losses, states = [], []
     wraps: list[Callable[[Any], Any]] = [unchanged, in_place if what == "its calls" else step]
     for wrap in wraps:
         torch.manual_seed(0)
@@ -136,7 +146,9 @@ def test_a_lightning_module_trains(automatic: bool, what: str) -> None:
         trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **off)
         trainer.fit(model, DataLoader(TensorDataset(torch.ones(12, 4), torch.zeros(12, 1)), 4))
         losses.append(model.losses)
+        states.append((model.state_dict(), trainer.optimizers[0].state_dict()["state"]))
     torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*states)
     assert losses[0][0] > losses[0][-1]
     reports = reports_of(model if what == "its calls" else model.training_step)
     modes = {report.mode for report in reports}

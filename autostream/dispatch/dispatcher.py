@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +39,14 @@ from autostream.errors import AutostreamError, TargetError, TraceError, first_li
 from autostream.frontend.eager_only import (
     exporting,
     growing_cache,
+    has_static_cache,
     traced_by_fx,
     unusual_call,
     unusual_tensor,
 )
 from autostream.frontend.inputs import aliases_of, described
-from autostream.frontend.modules import name_of
+from autostream.frontend.modules import forward_of, name_of
+from autostream.frontend.reasons import AS_A_TENSOR, ONE_CACHE, changed_number, failed_guard
 from autostream.frontend.saved_tensors import hooks_are_set
 from autostream.frontend.settings import numerics
 from autostream.frontend.tree import Structure, flatten, map_tensors
@@ -56,7 +58,7 @@ from autostream.reporting.report import Report
 from autostream.runtime.cuda_graph import GraphPools
 from autostream.runtime.input_buffers import BufferTable
 from autostream.utils.locks import lock_of, preparing
-from autostream.utils.logs import Log
+from autostream.utils.logs import MOST_WARNINGS, Log, Warned
 
 log = Log(__name__)
 
@@ -93,6 +95,7 @@ class Dispatcher(OptimizedCallable):
         self._lock = lock_of(self)
         self._forget()
         self._bypasses: dict[str, Report] = {}
+        self._warn = Warned(log)
 
     def _forget(self) -> None:
         self._admission = Admission[list[Entry]](self.options.max_signatures)
@@ -108,7 +111,7 @@ class Dispatcher(OptimizedCallable):
         if self.disabled or exporting():
             return self.model(*args, **kwargs)
         if reason := self._unusual(args, kwargs):
-            return self._run_eagerly(reason, args, kwargs)
+            return self.run_eagerly(reason, args, kwargs)
         return self._dispatch(args, kwargs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -189,6 +192,17 @@ class Dispatcher(OptimizedCallable):
         """Drop everything compiled. Call this when the model's parameters move to other memory."""
         self._forget()
 
+    def run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call as the model does, and say why, once.
+
+        Raises:
+            TraceError: with ``strict=True``.
+        """
+        if self.options.strict:
+            raise TraceError(reason)
+        self._note(reason)
+        return self.model(*args, **kwargs)
+
     def _schedule_of(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[ScheduledProgram, list[Tensor]] | None:
@@ -234,12 +248,12 @@ class Dispatcher(OptimizedCallable):
         entry: Entry | str | None = self._find(key, args, kwargs, excluded)
         if entry is None:
             if reason := eager_reason(self.options, chain(args, self.model.parameters())):
-                value = self._run_eagerly(reason, args, kwargs)
+                value = self.run_eagerly(reason, args, kwargs)
                 self._replays.add_eager(key, EagerCall(label, reason), args, kwargs)
                 return value
             entry = self._compile(key, label, args, kwargs, excluded=excluded)
         if isinstance(entry, str):
-            return self._run_eagerly(entry, args, kwargs)
+            return self.run_eagerly(entry, args, kwargs)
         if isinstance(entry, EagerCall | SplitCall):
             try:
                 value = entry(*args, **kwargs) if isinstance(entry, SplitCall) else self.model(*args, **kwargs)
@@ -306,7 +320,7 @@ class Dispatcher(OptimizedCallable):
         """Run a call eagerly whose schedule failed; if that succeeds, run all calls like it eagerly from now on."""
         value = self.model(*args, **kwargs)
         reason = f"its schedule fails at some inputs ({error}), and the model does not: perhaps it catches that"
-        log.warning("%s runs plainly: %s", self.name, reason)
+        self._warn(f"{self.name} runs plainly: {reason}")
         self._drop(key, entry)
         with self._lock:
             self._admission.entries.setdefault(key, []).append(EagerCall(entry.label, reason))
@@ -389,16 +403,26 @@ class Dispatcher(OptimizedCallable):
         """Capture a call; or the reason why it has to be a later one."""
         entries = chain.from_iterable(self._admission.entries.values())
         known = (entry.compiled for entry in entries if isinstance(entry, CapturedCall) and entry.compiled)
-        return new_entry(self.model, self._context, label, args, kwargs, known)
+        return new_entry(self.model, self._context, label, args, kwargs, known, self._warn)
 
     def _refusal(self, reason: str, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """A reason not to compile, with advice: the guard that fails in each call, or what to do about the shapes."""
-        guard = self._failed_guard(self._admission.entries.get(key, []), args, kwargs)
-        advice = f"another graph for each call, since {guard}" if guard else _SIZES
-        refusal = f"{reason}: {advice}"
+        """A reason not to compile, with advice."""
+        refusal = f"{reason}: {self._advice(key, args, kwargs)}"
         if self.options.strict:
             raise TraceError(refusal)
         return refusal
+
+    def _advice(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """What to do where one call after the other is of a new kind: by the guard that fails, or by what is new."""
+        entries = self._admission.entries
+        if guard := self._failed_guard(entries.get(key, []), args, kwargs):
+            return f"another graph for each call, since {failed_guard(guard)}"
+        latest: Any = next(reversed(entries), key)
+        structures = cast(Any, key)[0], latest[0]
+        known = all(isinstance(each, Structure) for each in structures)
+        if known and (name := changed_number(forward_of(self.model), *structures)):
+            return f"a number in {name} changes: {AS_A_TENSOR}"
+        return _CACHES if has_static_cache((*args, *kwargs.values())) else _SIZES
 
     def _failed_guard(self, entries: Sequence[Entry], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """The guard of the latest captured one of these entries that fails for a call, or ``""``."""
@@ -414,16 +438,10 @@ class Dispatcher(OptimizedCallable):
             else:  # without a refund: a model may fail in every second call
                 self._admission.entries.pop(key, None)
 
-    def _run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.options.strict:
-            raise TraceError(reason)
-        self._note(reason)
-        return self.model(*args, **kwargs)
-
     def _note(self, reason: str) -> None:
         """Add a reason why a call ran eagerly to the reports, and log it once."""
-        if reason not in self._bypasses and len(self._bypasses) < _MOST_REASONS:
-            log.warning("%s runs plainly: %s", self.name, reason)
+        self._warn(f"{self.name} runs plainly: {reason}")
+        if reason not in self._bypasses and len(self._bypasses) < MOST_WARNINGS:
             refusal = Decision("", "plain", reason)
             report = Report(self.name, "some calls", "plain", refusals=(refusal,), versions=versions())
             self._bypasses = {**self._bypasses, reason: report}
@@ -448,6 +466,6 @@ def _chosen(report: Report) -> tuple[int, ...]:
 
 _FULL = "it has been captured as often as max_signatures allows for inputs of this kind"
 
-_SIZES = "pad them to a few sizes with dynamic= (see autostream.Bucket), or raise max_signatures"
+_CACHES = f"pad prompts to a few lengths, and for the cache, {ONE_CACHE}"
 
-_MOST_REASONS = 100
+_SIZES = "pad them to a few sizes with dynamic= (see autostream.Bucket), or raise max_signatures"

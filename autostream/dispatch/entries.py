@@ -35,9 +35,6 @@ from autostream.frontend.modules import name_of
 from autostream.options import Options
 from autostream.tuning.beside_model import beside_model, is_contested, without_trial
 from autostream.utils.locks import preparing
-from autostream.utils.logs import Log
-
-log = Log(__name__)
 
 Entry = CapturedCall | SplitCall | EagerCall
 """Runs the calls of one signature, if its guards hold."""
@@ -50,6 +47,7 @@ def new_entry(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     known: Iterable[CompiledGraph],
+    warn: Callable[[str], object],
 ) -> Entry | str:
     """Capture a call: what runs it and calls like it, or the reason why only a later one can be captured.
 
@@ -60,6 +58,7 @@ def new_entry(
         args: positional arguments.
         kwargs: keyword arguments.
         known: compiled graphs of the model. The same graph under other guards, such as those of inference mode, is one.
+        warn: logs why calls are not one graph.
 
     Raises:
         OptionError: the options require what these tensors do not allow.
@@ -72,17 +71,17 @@ def new_entry(
     if any(map(is_lazy, model.parameters())):
         return _LAZY
     if reason := unusual_model(model):
-        return _refused(model, context, label, TraceError(reason))
+        return _refused(model, context, label, TraceError(reason), warn)
     compiled_graph = partial(_compiled_graph, model, context)
     try:
         captured = capture(model, args, kwargs)
     except TraceError as error:
         if options.strict or isinstance(error, FastPathError):
-            return _refused(model, context, label, error)
-        log.warning("%s: %s; splitting it at graph breaks", name_of(model), str(error))  # records outlive the error
+            return _refused(model, context, label, error, warn)
+        warn(f"{name_of(model)}: {error}; splitting it at graph breaks")
         return SplitCall(model, label, str(error), compiled_graph)
     except Exception as error:
-        return _refused(model, context, label, error)
+        return _refused(model, context, label, error, warn)
     if captured is None:
         return EagerCall(label, "it computes nothing with tensors")
     try:
@@ -95,7 +94,7 @@ def new_entry(
         compiled = next(same, None) or compiled_graph([], captured.module, names)
         signature = compiled.signature(captured.tensors, admitted=True)
     except Exception as error:
-        return _refused(model, context, label, error)
+        return _refused(model, context, label, error, warn)
     finally:
         drop_weak_references(mode_of(captured.module))
     if signature is None:
@@ -137,11 +136,13 @@ def model_instead(
     return EagerCall(entry.label, decision.reason, report) if decision.choice == "plain" else None
 
 
-def _refused(model: nn.Module, context: ModelContext, label: str, error: Exception) -> EagerCall:
+def _refused(
+    model: nn.Module, context: ModelContext, label: str, error: Exception, warn: Callable[[str], object]
+) -> EagerCall:
     if context.options.strict or isinstance(error, OptionError | TargetError):
         raise error
     reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
-    log.warning("%s runs plainly: %s", name_of(model), reason)
+    warn(f"{name_of(model)} runs plainly: {reason}")
     return EagerCall(label, reason)
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from inspect import signature
-from itertools import chain, count
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
@@ -222,34 +221,6 @@ def circumstances() -> str:
     if nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks:
         return "a submodule has backward hooks, which a graph would not call"
     return anomaly_detection()
-
-
-def changed_number(function: Callable[..., Any], call: Structure, other: Structure) -> str:
-    """The first argument that is or holds another number in another call of a function; ``""`` if none does."""
-    given, others = _arguments(function, call), _arguments(function, other)
-    return next((name for name, each in given.items() if name in others and _differs(each, others[name])), "")
-
-
-def _arguments(function: Callable[..., Any], call: Structure) -> dict[str, Structure]:
-    """The structures of arguments, by the names of the function's parameters, or by their places."""
-    args, kwargs = cast(tuple[Structure, Structure], call.children)
-    try:
-        parameters = [*signature(function).parameters.values()]
-    except (TypeError, ValueError):  # it is none of Python's
-        parameters = []
-    names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    places = (f"argument {at}" for at in count(len(names) + 1))
-    return {
-        **dict(zip(chain(names, places), args.children or (), strict=False)),
-        **dict(zip(kwargs.context, kwargs.children or (), strict=True)),
-    }
-
-
-def _differs(one: Structure, other: Structure) -> bool:
-    """Whether there is another number in one structure than in the other."""
-    if one.kind is not other.kind or one.children is None or other.children is None:
-        return one.kind in (int, float) and other.kind in (int, float) and one != other
-    return any(map(_differs, one.children, other.children))
 
 
 def kind_of(tensor: Tensor) -> Hashable:

@@ -25,7 +25,7 @@ from autostream.dispatch.captured_step import CapturedStep
 from autostream.dispatch.compiled_graph import TOO_LITTLE, section
 from autostream.dispatch.paranoid import compared
 from autostream.dispatch.scheduled_program import ModelContext, NoSchedule
-from autostream.dispatch.step_calls import Call, Key, Refusal, WrittenStep, call_of, changed_number
+from autostream.dispatch.step_calls import Call, Key, Refusal, WrittenStep, call_of
 from autostream.dispatch.step_replay import StepReplay
 from autostream.errors import (
     AutostreamError,
@@ -38,7 +38,7 @@ from autostream.errors import (
 )
 from autostream.frontend.optimizers import FirstUpdateError
 from autostream.frontend.parameters import have_hooks
-from autostream.frontend.reasons import failed_guard
+from autostream.frontend.reasons import AS_A_TENSOR, changed_number, failed_guard
 from autostream.frontend.steps import HOOKED
 from autostream.options import Options, paranoid
 from autostream.reporting.report import Report
@@ -216,10 +216,7 @@ class StepGraphs:
         if entries is None:
             latest = cast(Key, next(reversed(self._admission.entries)))
             if name := changed_number(self.step.body.function, call.key.structure, latest.structure):
-                return (
-                    f"{reason}, and meets another, since a number in {name} changes: pass it as a tensor, or as a "
-                    "flag what Python decides by it"
-                )
+                return f"{reason}, and meets another, since a number in {name} changes: {AS_A_TENSOR}"
             return f"{reason}, and meets another: {call.key.difference(latest)} changed"
         failed = failed_guard(entries[-1].failed(call))
         return f"{reason}, and meets another{failed and ', since '}{failed}"

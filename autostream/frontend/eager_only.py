@@ -153,6 +153,11 @@ def growing_cache(values: Iterable[object]) -> str:
     return ""
 
 
+def has_static_cache(values: Iterable[object]) -> bool:
+    """Whether one of these arguments is a cache of transformers that keeps its size."""
+    return any(getattr(value, "is_compileable", False) is True for value in values)
+
+
 def _is_transformed(tensor: Tensor) -> bool:
     """Whether a tensor is a wrapper of a function transform, or of batched gradients (``is_grads_batched=True``)."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or bool(_is_batched(tensor))

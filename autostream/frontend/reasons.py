@@ -1,12 +1,17 @@
-"""Why Dynamo cannot capture a call: what is on the user's line, and what to write instead, in plain words."""
+"""Why Dynamo cannot capture a call, or captures the next one anew, and what to write instead, in plain words."""
 
 from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Callable
+from inspect import signature
+from itertools import chain, count
+from typing import Any, cast
 
 from autostream.analysis.source import user_line
 from autostream.errors import first_line
+from autostream.frontend.tree import Structure
 
 
 def failed_guard(guard: str) -> str:
@@ -14,10 +19,53 @@ def failed_guard(guard: str) -> str:
     if found := re.fullmatch(r"\S*?(\w+)\W* is the object that was captured", guard):
         name = found[1]
         return f"{name} is another tensor now: write it in place, as {name}.lerp_() and {name}.copy_() do"
+    if re.fullmatch(r"\S*\.max_cache_len == \d+", guard):
+        return f"its cache has another size: {ONE_CACHE}"
     if found := re.fullmatch(r"\S*?(\w+)\W* == -?[\d.]+", guard):
         name = "a variable of a closure" if found[1] == "cell_contents" else found[1]
-        return f"{name} is another number now: pass it as a tensor, or as a flag what Python decides by it"
+        return f"{name} is another number now: {AS_A_TENSOR}"
     return guard
+
+
+def changed_number(function: Callable[..., Any], call: Structure, other: Structure) -> str:
+    """The first argument that is or holds another number in another call of a function; ``""`` if none does.
+
+    Args:
+        function: is called.
+        call: the structure of its positional and keyword arguments.
+        other: those of another call.
+
+    Example:
+        >>> from autostream.frontend.tree import flatten
+        >>> _, first = flatten(((5,), {"power": 1}))
+        >>> _, second = flatten(((5,), {"power": 2}))
+        >>> changed_number(lambda x, power: x**power, first, second)
+        'power'
+    """
+    given, others = _arguments(function, call), _arguments(function, other)
+    return next((name for name, each in given.items() if name in others and _differs(each, others[name])), "")
+
+
+def _arguments(function: Callable[..., Any], call: Structure) -> dict[str, Structure]:
+    """The structures of arguments, by the names of the function's parameters, or by their places."""
+    args, kwargs = cast(tuple[Structure, Structure], call.children)
+    try:
+        parameters = [*signature(function).parameters.values()]
+    except (TypeError, ValueError):  # it is none of Python's
+        parameters = []
+    names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    places = (f"argument {at}" for at in count(len(names) + 1))
+    return {
+        **dict(zip(chain(names, places), args.children or (), strict=False)),
+        **dict(zip(kwargs.context, kwargs.children or (), strict=True)),
+    }
+
+
+def _differs(one: Structure, other: Structure) -> bool:
+    """Whether there is another number in one structure than in the other."""
+    if one.kind is not other.kind or one.children is None or other.children is None:
+        return one.kind in (int, float) and other.kind in (int, float) and one != other
+    return any(map(_differs, one.children, other.children))
 
 
 def reason_of(error: BaseException) -> str:
@@ -31,6 +79,11 @@ def reason_of(error: BaseException) -> str:
             break
     return f"{reason} ({line})" if line else reason
 
+
+AS_A_TENSOR = "pass it as a tensor, or as a flag what Python decides by it"
+
+ONE_CACHE = "fix max_length (or max_cache_len), or pass one StaticCache"
+"""What to do with static caches of transformers, each size of which has a graph."""
 
 _BEFORE = "draw before the call, and pass what is drawn as a tensor"
 _CALLS = "it calls {}, which cannot be captured: call it before or after"

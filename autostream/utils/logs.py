@@ -33,6 +33,37 @@ class Log(_Adapter):
         return f"autostream: {msg}", kwargs
 
 
+MOST_WARNINGS = 100
+"""How many different warnings are logged of one model."""
+
+
+class Warned:
+    """Logs the warnings of a model, each once.
+
+    Args:
+        log: of the module that warns.
+
+    Example:
+        >>> class Printed(Log):
+        ...     def warning(self, *args):
+        ...         print(*args)
+        >>> warn = Warned(Printed(__name__))
+        >>> for message in ("it runs plainly", "it has graph breaks", "it runs plainly"):
+        ...     warn(message)
+        %s it runs plainly
+        %s it has graph breaks
+    """
+
+    def __init__(self, log: Log) -> None:
+        self._log, self._said = log, set[str]()
+
+    def __call__(self, message: str) -> None:
+        """Log a warning, if it is new."""
+        if message not in self._said and len(self._said) < MOST_WARNINGS:
+            self._said.add(message)
+            self._log.warning("%s", message)
+
+
 def start() -> None:
     """Log to standard error from the level in ``AUTOSTREAM_LOG``. Without it, the program's logging applies.
 

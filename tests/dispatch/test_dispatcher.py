@@ -37,6 +37,32 @@ def kept(dispatch: Dispatcher) -> list[str]:
 # Which signatures are compiled
 
 
+class Multiplied(nn.Module):
+    """Multiplies by a number of its own, and by one of the call."""
+
+    own = 1
+
+    def forward(self, x: Tensor, times: float = 1, *, name: str = "") -> Tensor:
+        return x * self.own * times
+
+
+@pytest.mark.parametrize("which", ["an argument", "an argument by name", "an attribute"])
+@torch.no_grad()
+def test_a_number_that_changes_is_named_once_with_what_to_do(which: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = Multiplied()
+    dispatch = dispatcher(model)
+    for number in range(FREE_COMPILATIONS + 4):
+        x = t(2, 4)
+        if which == "an attribute":
+            model.own = number
+            same(dispatch(x), x * number)
+        else:
+            same(dispatch(x, number) if which == "an argument" else dispatch(x, times=number), x * number)
+    name = "own is another number now" if which == "an attribute" else "a number in times changes"
+    assert caplog.text.count(f"{name}: pass it as a tensor, or as a flag what Python decides by it") == 1
+    assert caplog.text.count("runs plainly") == 1
+
+
 @torch.no_grad()
 def test_new_sizes_are_compiled_until_they_recur_too_rarely(caplog: pytest.LogCaptureFixture) -> None:
     """Four at once; after that, a size is compiled once it was called 16 times."""
