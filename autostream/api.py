@@ -304,8 +304,6 @@ class OptimizedModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's."""
-        if not args and not kwargs:  # not as a part of another module
-            self._autostream_passed_on.saving()
         return self._autostream.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -42,7 +42,7 @@ def beside(model: Any) -> Any:
     return autostream.optimize(model, **STREAMS)
 
 
-def test_the_trainer_of_transformers_trains_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_trainer_of_transformers_trains_it(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, logging
 
@@ -65,8 +65,7 @@ def test_the_trainer_of_transformers_trains_it(tmp_path: Path, caplog: pytest.Lo
             assert "forward and backward" in modes
             assert "plain" not in modes
         place = tmp_path / wrap.__name__
-        for _ in range(2):
-            trainer.save_model(str(place))
+        trainer.save_model(str(place))
         saved.append({path.name for path in place.iterdir()})
         if wrap is in_place:
             again = BertForSequenceClassification.from_pretrained(place)
@@ -74,7 +73,6 @@ def test_the_trainer_of_transformers_trains_it(tmp_path: Path, caplog: pytest.Lo
     torch.testing.assert_close(losses[1:], losses[:1] * 2)
     assert saved[1] == saved[0]
     assert saved[0] - saved[2] == {"config.json"}, "of what optimize returned, the trainer saves the weights alone"
-    assert caplog.text.count("state_dict() of the wrapper has no configuration") == 1
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

@@ -16,9 +16,6 @@ from typing import Any
 import torch
 
 from autostream.dispatch.dispatcher import Dispatcher
-from autostream.utils.logs import Log
-
-log = Log(__name__)
 
 _COMPILED = "_compiled_call_impl"
 """The attribute by which ``nn.Module.compile`` takes the calls of a module; copies and pickles leave it out."""
@@ -65,15 +62,6 @@ class PassedOn:
         watched._autostream_method = value  # type: ignore[attr-defined]
         return MethodType(watched, value.__self__)
 
-    def saving(self) -> None:
-        """Warn, once, if the model is one that saves itself, such as those of transformers and diffusers.
-
-        ``Trainer`` looks at the class to see that. Of the wrapper, which has another, it saves the weights alone.
-        """
-        if "state_dict" not in self._called and hasattr(self._dispatcher.model, "save_pretrained"):
-            self._called.add("state_dict")
-            log.warning("%s: %s", self._dispatcher.name, _WEIGHTS_ALONE)
-
     def _watch(self, method: MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method, and note if it calls the model; only once, as each time makes the model's guards slow."""
         name, state = method.__name__, self._dispatcher.model.__dict__
@@ -107,10 +95,5 @@ def _remove(state: dict[str, Any], value: object) -> None:
     if state.get(_COMPILED) is value:
         del state[_COMPILED]
 
-
-_WEIGHTS_ALONE = (
-    "state_dict() of the wrapper has no configuration, and a trainer that saves such models by save_pretrained() saves "
-    "the wrapper without it: give it autostream.optimize_(model) instead"
-)
 
 _REASON = "{}() calls the model itself, past the wrapper: use autostream.optimize_(model) instead"
