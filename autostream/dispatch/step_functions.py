@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial, update_wrapper
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -129,10 +129,9 @@ class StepFunction:
         with torch.enable_grad(), averaging:
             return map_tensors(Tensor.detach, self._function(*args, **kwargs))
 
-    def over(self, group: ProcessGroup | None) -> StepFunction:
+    def over(self, group: ProcessGroup | Literal[False]) -> StepFunction:
         """The same step, whose gradients are averaged over this group, or over none."""
-        parallel = None if group is None else data_parallel_of(group)
-        return StepFunction(self._function, self._optimizers, self._options, parallel)
+        return StepFunction(self._function, self._optimizers, self._options, data_parallel_of(group))
 
     def plan(
         self, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None = None

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autostream.errors import TargetError
 from autostream.frontend.parameters import parameters_of
+from autostream.options import processes_started
 
 _FIRST_BUCKET = 1 << 20
 _BUCKET = 25 << 20
@@ -131,18 +132,39 @@ NOT_OF_A_BACKWARD = (
 )
 
 
-def data_parallel_of(group: object) -> DataParallel:
-    """Data parallelism over a process group of ``torch.distributed``.
+def data_parallel_of(group: object) -> DataParallel | None:
+    """Data parallelism over a process group of ``torch.distributed``; ``None`` for ``False``, and in a single process.
 
     Raises:
-        TargetError: it is no process group, or this process is not in it.
+        TargetError: it is no process group, or this process is not in it, or it is ``None`` in one of several
+            processes.
     """
+    if group is False:
+        return None
+    if group is None:
+        if (processes := processes_started()) == 1:
+            return None
+        raise TargetError(
+            f"data_parallel is None in one of {processes} processes, each of which would train alone: "
+            "torch.distributed.group.WORLD is None until init_process_group is called, so call that first; give "
+            "data_parallel=False to average nothing"
+        )
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise TargetError(
+            f"data_parallel takes a process group in which this process is, and rank {dist.get_rank()} is not in this "
+            "one (new_group returns GroupMember.NON_GROUP_MEMBER to it): make the step in processes of the group only"
+        )
     if not isinstance(group, dist.ProcessGroup):
         raise TargetError(
-            f"data_parallel takes a process group in which this process is, not {group!r}: call "
+            f"data_parallel takes a process group of torch.distributed, not {group!r}: call "
             "torch.distributed.init_process_group and give torch.distributed.group.WORLD"
         )
     return DataParallel(group.group_name, group.size(), averages_itself=dist.get_backend(group) == "nccl")
+
+
+def is_replicated(modules: nn.Module) -> bool:
+    """Whether a model, or a part of it, is in ``DistributedDataParallel``."""
+    return any(isinstance(part, nn.parallel.DistributedDataParallel) for part in modules.modules())
 
 
 def share(group: dist.ProcessGroup, tensors: Iterable[Tensor]) -> None:

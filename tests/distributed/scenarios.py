@@ -283,6 +283,34 @@ def ddp_inside_runs_as_written(rank: int, processes: int, group: dist.ProcessGro
             assert "data_parallel" in report.refusals[0].reason
 
 
+def what_data_parallel_does_not_take(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Gradients that would not be averaged, or twice, or not as often in each process."""
+    model = nn.Linear(4, 2).double()
+    sgd, lbfgs = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.LBFGS(model.parameters())
+    wrapped = DistributedDataParallel(model, process_group=group)
+    of_first = dist.new_group([0])
+
+    def make(optimizer: torch.optim.Optimizer, given: Any, net: nn.Module = model) -> None:
+        autostream.train_step(net, optimizer, nn.MSELoss(), data_parallel=given)
+
+    def decorate(optimizer: torch.optim.Optimizer, given: Any, net: nn.Module = model) -> None:
+        autostream.step(optimizers=[optimizer], data_parallel=given)(_squares(net, optimizer))
+
+    for entry in (make, decorate):
+        with pytest.raises(TargetError, match=r"not 'world': .*init_process_group"):
+            entry(sgd, "world")
+        with pytest.raises(TargetError, match="DistributedDataParallel averages"):
+            entry(sgd, group, wrapped)
+        with pytest.raises(TargetError, match=r"LBFGS takes a closure.* in one process"):
+            entry(lbfgs, group)
+        entry(sgd, False)
+        if rank:
+            with pytest.raises(TargetError, match="rank 1 is not in this one"):
+                entry(sgd, of_first)
+        else:
+            entry(sgd, of_first)
+
+
 def gradients_that_no_backward_computed(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """They would not be averaged: an error, whether the step is eager or could be in a graph."""
     model = nn.Linear(4, 2).double()
@@ -786,6 +814,7 @@ IN_TWO: dict[str, Scenario] = {
         two_optimizers_as_ddp,
         reductions_of_the_user,
         ddp_inside_runs_as_written,
+        what_data_parallel_does_not_take,
         gradients_that_no_backward_computed,
         other_collectives_are_refused,
         a_step_that_one_process_cannot_capture_is_refused,
