@@ -407,7 +407,7 @@ class TrainStep:
 
         watched = proxy_of(model, run)
         assert watched is not None, "there is another proxy"
-        result = Step(Loss(loss_fn, watched), optimizer, options).differentiate(batch)
+        result = Step(Loss(loss_fn, watched), optimizer, options, self._step.data_parallel).differentiate(batch)
         self._has_run = True
         if modes != {False}:
             self.__dict__["_eager_step"] = self._step, "plain"
