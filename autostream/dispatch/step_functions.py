@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from autostream.dispatch.captured_step import plan_step
+from autostream.dispatch.eager_averages import EagerAverages
 from autostream.dispatch.step_calls import WrittenStep
 from autostream.dispatch.step_graphs import Done, StepGraphs
 from autostream.errors import TargetError
@@ -63,7 +64,8 @@ class StepFunction:
         data_parallel: DataParallel | None = None,
     ) -> None:
         self._function, self._optimizers = function, tuple(optimizers)
-        self._options, self._data_parallel, self._averaged = options, data_parallel, set[int]()
+        self._options = options
+        self._averages = None if data_parallel is None else EagerAverages(data_parallel)
         update_wrapper(self, function)
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._stateless: list[frozenset[int]] = [frozenset() for _ in optimizers]
@@ -124,8 +126,7 @@ class StepFunction:
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step as it is written."""
-        parallel = self._data_parallel
-        averaging = parallel.averaging(self._optimizers, self._averaged) if parallel else nullcontext()
+        averaging = self._averages.after_backwards(self._optimizers) if self._averages else nullcontext()
         with torch.enable_grad(), averaging:
             return map_tensors(Tensor.detach, self._function(*args, **kwargs))
 

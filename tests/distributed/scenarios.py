@@ -111,12 +111,13 @@ def trained_as_ddp(
     group: dist.ProcessGroup,
     optimizer: Any = PLAIN_SGD,
     steps: int = 3,
+    loss_fn: Any = F.mse_loss,
     **options: Any,
 ) -> Any:
     """A ``train_step`` that has run beside the eager step of DistributedDataParallel, with the same results."""
     model, ddp = net(rank), twin(group)
     own, other = (optimizer(each.parameters()) for each in (model, ddp))
-    step = autostream.train_step(model, own, nn.MSELoss(), data_parallel=group, **{**STREAMED, **options})
+    step = autostream.train_step(model, own, loss_fn, data_parallel=group, **{**STREAMED, **options})
     for x, y in batches(rank, steps):
         other.zero_grad()
         loss = F.mse_loss(ddp(x), y)
@@ -171,6 +172,18 @@ def eager_optimizers_as_ddp(rank: int, processes: int, group: dist.ProcessGroup)
     """An optimizer that is in no graph runs after one of forward, backward and reductions."""
     step = trained_as_ddp(rank, group, partial(torch.optim.Adamax, lr=0.01))
     assert_in_graphs(step, collectives=2)
+
+
+def steps_that_no_graph_holds_as_ddp(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """A loss that reads a number leaves the model's calls in graphs, or nothing."""
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x), y)
+        return loss if loss.item() >= 0 else -loss
+
+    for options in (STREAMED, {"policy": "auto"}):
+        step = trained_as_ddp(rank, group, loss_fn=loss_fn, **options)
+        assert {report.mode for report in step.reports} <= {"plain", "forward and backward"}
 
 
 def two_optimizers_as_ddp(rank: int, processes: int, group: dist.ProcessGroup) -> None:
@@ -370,6 +383,31 @@ def other_collectives_are_refused(rank: int, processes: int, group: dist.Process
     model.weight.requires_grad_(rank == 0)  # the first step, which is eager, would average other gradients
     with pytest.raises(GroupError, match=r"number 1 is a tensor .* trained on rank 0 and .*, not trained on rank 1"):
         autostream.train_step(model, sgd, nn.MSELoss(), data_parallel=group)
+
+
+def other_gradients_are_refused_in_eager_steps(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """The second process does not use a layer, or has a backward more: both say so before a reduction, and go on."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 2)]).double()
+    adam = torch.optim.Adam(layers.parameters())
+
+    @autostream.step(optimizers=[adam], data_parallel=group, **STREAMED)
+    def step(x: Tensor, used: int, backwards: int) -> None:
+        adam.zero_grad()
+        for _ in range(backwards):
+            hidden = x
+            for layer in layers[:used]:  # type: ignore[union-attr]
+                hidden = layer(hidden)
+            hidden.square().mean().backward()
+        adam.step()
+
+    x, before = torch.ones(3, 4, dtype=torch.float64), copy.deepcopy(layers)
+    with pytest.raises(GroupError, match=r"is a gradient of \(2, 4\) .* on rank 0 and nothing on rank 1"):
+        step(x, 2 - rank, 1)
+    assert_alike(layers, before, 0.0)
+    with pytest.raises(GroupError, match=r"on rank 0 and a gradient of .* after backward 2 of an eager step on rank 1"):
+        for _ in range(2):  # the first process compiles its second step, while the other is in its first
+            step(x, 2, 1 + rank)
 
 
 def a_step_that_one_process_cannot_capture_is_refused(rank: int, processes: int, group: dist.ProcessGroup) -> None:
@@ -811,12 +849,14 @@ IN_TWO: dict[str, Scenario] = {
         step_as_ddp,
         train_step_as_ddp,
         eager_optimizers_as_ddp,
+        steps_that_no_graph_holds_as_ddp,
         two_optimizers_as_ddp,
         reductions_of_the_user,
         ddp_inside_runs_as_written,
         what_data_parallel_does_not_take,
         gradients_that_no_backward_computed,
         other_collectives_are_refused,
+        other_gradients_are_refused_in_eager_steps,
         a_step_that_one_process_cannot_capture_is_refused,
         another_process_is_not_there,
         processes_that_measure_other_times_choose_the_same,
