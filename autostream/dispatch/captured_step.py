@@ -70,6 +70,12 @@ class CapturedStep:
             inputs = self.captured.graph_inputs(self._body, args, kwargs)
         return inputs if _layouts_of(inputs) == self._alike else None
 
+    @property
+    def groups(self) -> list[str]:
+        """The names of the process groups that its collectives are in."""
+        graph = self.scheduled.report.graph
+        return [] if graph is None else sorted({graph.ops[name].group for name in graph.collectives})
+
     def failed(self, call: Call) -> str:
         """The guard that fails for a call, as Dynamo writes it."""
         with torch.enable_grad():

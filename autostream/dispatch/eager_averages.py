@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from autostream.errors import TargetError
 from autostream.frontend.data_parallel import NOT_OF_A_BACKWARD, DataParallel
 from autostream.frontend.parameters import parameters_of
-from autostream.tuning.agreement import agree
+from autostream.tuning.agreement import agree, check_all_there
 
 
 class EagerAverages:
@@ -46,7 +46,7 @@ class EagerAverages:
             backward: the number of the backward in its step.
 
         Raises:
-            GroupError: another process has other gradients, or has not come here in time.
+            GroupError: another process has other gradients, or has not come here in time, or has ended.
             TargetError: one is sparse.
         """
         trained = [each for each in dict.fromkeys(parameters) if each.requires_grad and each.grad is not None]
@@ -58,9 +58,13 @@ class EagerAverages:
         if said not in self._agreed:
             agree(self._data_parallel.group, said)
             self._agreed.add(said)
-        with torch.no_grad():
-            for gradient, mean in zip(gradients, self._data_parallel.averages(gradients, trained), strict=True):
-                gradient.copy_(mean)
+        try:
+            with torch.no_grad():
+                for gradient, mean in zip(gradients, self._data_parallel.averages(gradients, trained), strict=True):
+                    gradient.copy_(mean)
+        except RuntimeError as error:
+            check_all_there([self._data_parallel.group], error)
+            raise
 
     @contextmanager
     def after_backwards(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:

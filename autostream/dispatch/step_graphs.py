@@ -11,7 +11,7 @@ Where capturing or tracing fails, there is a ``Refusal`` instead, and the caller
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -44,7 +44,7 @@ from autostream.options import Options, paranoid
 from autostream.reporting.report import Report
 from autostream.runtime.cuda_graph import GraphPools
 from autostream.runtime.input_buffers import BufferTable
-from autostream.tuning.agreement import agree
+from autostream.tuning.agreement import agree, check_all_there
 from autostream.utils.locks import lock_of, preparing
 
 _MOST_REPLAYS = 4
@@ -85,11 +85,8 @@ class StepGraphs:
         """The step, if it is like a recent one, by its fast path."""
         for replay in self._replays:
             if (tensors := replay.fits(args, kwargs)) is not None:
-                try:
-                    return Done(replay(tensors, args, kwargs))
-                except torch.OutOfMemoryError as error:
-                    self._give_up(replay.key, replay.entry, error)
-                    raise
+                run = partial(replay, tensors, args, kwargs)
+                return Done(self._run(replay.key, replay.entry, run))
         return None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Done | Refusal:
@@ -117,15 +114,27 @@ class StepGraphs:
             return self.refused(Refusal(HOOKED))
         try:
             if self._paranoid:
-                return Done(self._compared(entry, call, inputs))
-            result = entry.run(call, inputs)
+                return Done(self._run(call.key, entry, lambda: self._compared(entry, call, inputs)))
+            result = self._run(call.key, entry, lambda: entry.run(call, inputs))
         except NoSchedule as reason:
             return self.refused(Refusal(str(reason)))
-        except torch.OutOfMemoryError as error:
-            self._give_up(call.key, entry, error)
-            raise
         self._add_replay(entry, call, inputs)
         return Done(result)
+
+    def _run(self, key: Key, entry: CapturedStep, run: Callable[[], Any]) -> Any:
+        """What this returns, which runs a compiled step.
+
+        Raises:
+            GroupError: a process that it communicates with has ended.
+        """
+        try:
+            return run()
+        except torch.OutOfMemoryError as error:
+            self._give_up(key, entry, error)
+            raise
+        except RuntimeError as error:
+            check_all_there(entry.groups, error)
+            raise
 
     def forget_refusals(self) -> None:
         """Capture refused steps again when they come again: they may have failed because of an error of the caller."""

@@ -542,6 +542,17 @@ def a_process_dies(rank: int, processes: int, group: dist.ProcessGroup) -> None:
             step(x, y)
 
 
+def a_process_dies_in_a_step(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """The last process ends where the others have a graph; those that wait for its neighbours name it, too."""
+    step, x, y = linear_step(group)
+    for _ in range(2):
+        step(x, y)
+    if rank == processes - 1:
+        os._exit(3)
+    with pytest.raises(GroupError, match=f"^rank {processes - 1} of process group .* ended in the middle of a step"):
+        step(x, y)
+
+
 # Processes that measure together
 
 
@@ -868,6 +879,7 @@ IN_TWO: dict[str, Scenario] = {
         sharded_models_run_as_they_are,
         stages_as_the_whole_model,
         scheduled_stages_as_the_whole_model,
+        a_process_dies,
     )
 }
 IN_FOUR: dict[str, Scenario] = {
@@ -877,7 +889,7 @@ IN_FOUR: dict[str, Scenario] = {
         rows_and_columns,
         stages_as_the_whole_model,
         processes_that_measure_other_times_choose_the_same,
-        a_process_dies,
+        a_process_dies_in_a_step,
     )
 }
 IN_THREE: dict[str, Scenario] = {"a_process_dies_while_it_measures": a_process_dies_while_it_measures}
