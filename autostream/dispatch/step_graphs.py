@@ -36,6 +36,7 @@ from autostream.errors import (
     TraceError,
     first_line,
 )
+from autostream.frontend.inputs import described
 from autostream.frontend.optimizers import FirstUpdateError
 from autostream.frontend.parameters import have_hooks
 from autostream.frontend.reasons import failed_guard
@@ -194,8 +195,10 @@ class StepGraphs:
                 new: CapturedStep | Refusal = CapturedStep(self.step, call, self._context)
                 inputs = new.inputs(call)
                 assert inputs is not None, "the guards hold for the call that was captured"
-            except (OptionError, TargetError, GroupError):
+            except (OptionError, TargetError):
                 raise
+            except GroupError as error:
+                raise GroupError(f"{error}; {self._compiling(call)}") from error
             except FirstUpdateError as error:
                 self._first = call.key
                 return Refusal(str(error), first=True), ()
@@ -209,6 +212,12 @@ class StepGraphs:
                 new, inputs = Refusal(reason, begins_without=call.begins_without), ()
             self._admission.add(call.key, [*self._admission.entries.get(call.key, []), new])
             return new, inputs
+
+    def _compiling(self, call: Call) -> str:
+        """Which call is compiled in this process, for those who look for the one in which others differ."""
+        here = f"here {self.step.name} was compiled for {described(call.tensors)}"
+        known = [report.signature for report in self.reports]
+        return f"{here}, after {known[0]}: have batches of the same shapes in all processes" if known else here
 
     def _full(self, call: Call) -> str:
         """Why no graph may be captured now, and how the step differs from earlier ones; ``""`` if one may be."""
