@@ -782,7 +782,7 @@ def random_programs(rank: int, processes: int, group: dist.ProcessGroup) -> None
     Over two groups, both processes have the same schedule; over one, each has any other, which must not matter.
     """
     groups = [group.group_name, dist.new_group().group_name]
-    for seed in range(24):
+    for seed in range(100):
         over_two = seed % 2 == 0
         case, graph_inputs = _program(random.Random(seed), processes, groups if over_two else groups[:1])
         program = case.program
@@ -790,7 +790,7 @@ def random_programs(rank: int, processes: int, group: dist.ProcessGroup) -> None
         expected = program.module(*[each.clone() for each in inputs])
         graph = analyze(program)
         profile = profile_named("h200")
-        for name in POLICIES if seed % 6 == 0 else ("critical_path", "path_cover"):
+        for name in POLICIES if seed % 10 == 0 else ("critical_path", "path_cover"):
             if over_two:
                 assignment = POLICIES[name](graph, price(graph, profile), profile, 2 + seed % 4 // 2, frozenset())
             else:
