@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -47,6 +48,19 @@ def test_the_split_is_what_pytorch_makes_of_it() -> None:
         weights = {name for name, _ in pipe.get_stage_module(at).named_parameters()}
         assert weights == {f"{name}.0.{kind}" for name in names for kind in ("weight", "bias")}
     assert torch.equal(pipe(x)[0], expected)
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
+@pytest.mark.parametrize("optimized", [autostream.optimize, autostream.optimize_])
+def test_an_optimized_model_is_split_like_the_model(optimized: Callable[[nn.Module], nn.Module]) -> None:
+    from torch.distributed.pipelining import pipeline
+
+    x = torch.rand(4, 256)
+    model = optimized(layers(4))
+    found = autostream.split(model, [x], 2, device="h200")
+    assert found.stages == autostream.split(layers(4), [x], 2, device="h200").stages
+    expected = model(x)
+    assert torch.equal(pipeline(model, (x,), split_spec=found.split_spec)(x)[0], expected)
 
 
 def test_memory_is_that_of_training_with_activations_in_flight() -> None:
