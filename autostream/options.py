@@ -177,7 +177,9 @@ class StepOptions(Options):
         decay: of that average, from 0 to 1.
         scaler: a ``torch.amp.GradScaler`` that scales the loss, runs the optimizer if the gradients are finite, and
             updates itself. ``scaler.update()`` is called in each step: a scaler of two steps counts both.
-        data_parallel: a process group of ``torch.distributed`` over which gradients are averaged.
+        data_parallel: a process group of ``torch.distributed`` over which gradients are averaged; ``False`` averages
+            nothing. ``None`` is what ``torch.distributed.group.WORLD`` is before ``init_process_group``: it averages
+            nothing in a single process, and is refused in one of several.
 
     Example:
         >>> StepOptions.parse({"microbatch": 2})  # doctest: +ELLIPSIS
@@ -191,7 +193,7 @@ class StepOptions(Options):
     average: nn.Module | None = None
     decay: float = _DECAY
     scaler: torch.amp.GradScaler | None = None
-    data_parallel: torch.distributed.ProcessGroup | None = None
+    data_parallel: torch.distributed.ProcessGroup | Literal[False] | None = False
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)
@@ -220,6 +222,12 @@ def paranoid() -> bool:
     if asked not in ("", "paranoid"):
         raise OptionError(f"AUTOSTREAM_VERIFY is {asked!r}: use 'paranoid', or leave it unset")
     return asked == "paranoid"
+
+
+def processes_started() -> int:
+    """How many processes this one was started with, by ``torchrun`` or what sets the same variable: 1 if not so."""
+    asked = os.environ.get("WORLD_SIZE", "")
+    return int(asked) if asked.isdecimal() else 1
 
 
 def log_level() -> str:

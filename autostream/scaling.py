@@ -59,7 +59,7 @@ def scaled(
     assert of_device is not None
     assert chosen is not None
     room = budget_of(graph, of_device, report.candidates[0], options.memory_budget).room_bytes
-    _, alone = step.over(None).plan(batch, replace(options, memory_budget=room), profile)
+    _, alone = step.over(False).plan(batch, replace(options, memory_budget=room), profile)
     alone_us = _alone_us(alone)
     runs = []
     for link in _links(of_device, interconnects, graph.device):

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
+from operator import sub
 from typing import Any
 
 from torch import Tensor, nn
@@ -250,6 +251,7 @@ def split_chain(chain: Chain, stages: int, microbatches: int, link: Interconnect
         shared=chain.shared(cut),
         step_us=run.step_us,
         memory_bytes=run.memory_bytes,
+        outputs_bytes=run.outputs_bytes,
     )
 
 
@@ -307,13 +309,22 @@ def _stage(segments: Sequence[Segment], bounds: tuple[int, int]) -> Stage:
 def _run(schedule: str, actions: Orders, stages: Sequence[Stage], link: Interconnect) -> Run:
     timeline = simulated(actions, stages, [link.transfer_us(stage.crossing_bytes) for stage in stages])
     microbatches = 1 + max(action.microbatch for action in actions[0])
-    memory = tuple(memory_bytes(order, stages) for order in actions)
-    return Run(schedule, microbatches, timeline, timeline.makespan_us, bubble_share(timeline), memory)
+    memory = [memory_bytes(order, stages) for order in actions]
+    least = [memory_bytes(order, stages, outputs=False) for order in actions]
+    return Run(
+        schedule,
+        microbatches,
+        timeline,
+        timeline.makespan_us,
+        bubble_share(timeline),
+        memory_bytes=tuple(memory),
+        outputs_bytes=tuple(map(sub, memory, least)),
+    )
 
 
 def _fitting(run: Run, limit_bytes: int) -> Run:
-    """The run, refused if a device has not the memory; with 0, that is not known."""
-    needed = max(run.memory_bytes, default=0)
+    """The run, refused if a device has not the memory, even if no outputs are returned; with 0, that is not known."""
+    needed = max(map(sub, run.memory_bytes, run.outputs_bytes), default=0)
     if not 0 < limit_bytes < needed:
         return run
     return replace(run, refusal=f"a device would hold {size(needed)}, and has {size(limit_bytes)}")

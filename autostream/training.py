@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cached_property
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from autostream.dispatch.step_graphs import Done, StepGraphs
 from autostream.dispatch.steps import Step, graphs_of
 from autostream.errors import TargetError, TraceError
 from autostream.frontend.averages import differing_buffers
-from autostream.frontend.data_parallel import DataParallel, data_parallel_of, share
+from autostream.frontend.data_parallel import DataParallel, data_parallel_of, is_replicated, share
 from autostream.frontend.losses import Loss
 from autostream.frontend.model_proxy import proxy_of
 from autostream.frontend.modules import name_of
@@ -133,11 +133,8 @@ def train_step(
     check_requirements(chosen)
     if chosen.scaler is not None and not isinstance(chosen.scaler, torch.amp.GradScaler):
         raise TargetError(f"scaler has to be a torch.amp.GradScaler, not {chosen.scaler!r}")
-    if chosen.data_parallel is not None and takes_closure(optimizer):
-        raise TargetError(
-            f"{type(optimizer).__name__} takes a closure, which it may call more often in one process than in another: "
-            "leave data_parallel out"
-        )
+    if chosen.data_parallel and takes_closure(optimizer):
+        raise TargetError(_CLOSURES.format(type(optimizer).__name__))
     if chosen.scaler is not None and takes_closure(optimizer):
         raise TargetError(
             f"{type(optimizer).__name__} takes a closure, which no GradScaler allows: leave the scaler out"
@@ -152,7 +149,7 @@ def step(
     /,
     *,
     optimizers: Sequence[Optimizer] = (),
-    data_parallel: ProcessGroup | None = None,
+    data_parallel: ProcessGroup | Literal[False] | None = False,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], StepFunction]:
     """Make one scheduled graph of a training step that is written out: any number of losses and optimizers.
@@ -175,8 +172,8 @@ def step(
     Args:
         optimizers: those that the function steps: SGD, Adam, AdamW, RMSprop or Adagrad of ``torch.optim``.
         data_parallel: a process group of ``torch.distributed`` over which the gradients of each backward are averaged,
-            as by ``DistributedDataParallel``. All its processes call ``step`` and then the function in the same order,
-            and begin with the parameters of the first.
+            as by ``DistributedDataParallel``; ``False`` averages nothing. All its processes call ``step`` and then the
+            function in the same order, and begin with the parameters of the first.
         **options: those of :class:`~autostream.options.Options`.
 
     Raises:
@@ -208,6 +205,8 @@ def step(
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise TargetError(f"step takes optimizers of torch.optim, not {optimizer!r}")
+        if data_parallel and takes_closure(optimizer):
+            raise TargetError(_CLOSURES.format(type(optimizer).__name__))
         if type(optimizer) not in TRACED:
             names = ", ".join(kind.__name__ for kind in TRACED)
             raise TargetError(
@@ -219,9 +218,7 @@ def step(
     chosen = Options.parse(options)
     check_requirements(chosen)
 
-    parallel = None
-    if data_parallel is not None:
-        parallel = _beginning_alike(data_parallel, [*chain.from_iterable(map(parameters_of, optimizers))])
+    parallel = _beginning_alike(data_parallel, [*chain.from_iterable(map(parameters_of, optimizers))])
 
     def decorate(function: Callable[..., Any]) -> StepFunction:
         if not callable(function):
@@ -236,17 +233,24 @@ def step(
     return decorate
 
 
-def _beginning_alike(group: ProcessGroup, tensors: Sequence[Tensor]) -> DataParallel:
-    """Data parallelism over a process group, all of whose processes get the tensors of the first.
+def _beginning_alike(group: ProcessGroup | Literal[False] | None, tensors: Sequence[Tensor]) -> DataParallel | None:
+    """Data parallelism over a process group, if there is one, all of whose processes get the tensors of the first.
 
     Raises:
         GroupError: another process has other tensors or trains others, or has not come here in time.
-        TargetError: it is no process group.
+        TargetError: it is no process group of this process.
     """
     parallel = data_parallel_of(group)
-    agree(parallel.group, list(map(_in_words, tensors)))
-    share(group, tensors)
+    if parallel and group:
+        agree(parallel.group, list(map(_in_words, tensors)))
+        share(group, tensors)
     return parallel
+
+
+_CLOSURES = (
+    "{} takes a closure, which it may call more often in one process than in another: train in one process, without "
+    "data_parallel, or with another optimizer"
+)
 
 
 def _in_words(tensor: Tensor) -> str:
@@ -286,10 +290,8 @@ class TrainStep:
         self, model: nn.Module, optimizer: Optimizer, loss_fn: Callable[..., Any], options: StepOptions
     ) -> None:
         self._parts = model, optimizer, loss_fn, options
-        parallel = None
-        if options.data_parallel is not None:
-            tensors = dict.fromkeys([*model.parameters(), *model.buffers(), *parameters_of(optimizer)])
-            parallel = _beginning_alike(options.data_parallel, [*tensors])
+        tensors = dict.fromkeys([*model.parameters(), *model.buffers(), *parameters_of(optimizer)])
+        parallel = _beginning_alike(options.data_parallel, [*tensors])
         self._step = step = Step(Loss(loss_fn, model), optimizer, options, parallel)
         self.input_buffers, self.disabled = BufferTable(), disabled()
         reason = obstacle(optimizer)
@@ -405,7 +407,7 @@ class TrainStep:
 
         watched = proxy_of(model, run)
         assert watched is not None, "there is another proxy"
-        result = Step(Loss(loss_fn, watched), optimizer, options).differentiate(batch)
+        result = Step(Loss(loss_fn, watched), optimizer, options, self._step.data_parallel).differentiate(batch)
         self._has_run = True
         if modes != {False}:
             self.__dict__["_eager_step"] = self._step, "plain"
@@ -429,8 +431,7 @@ class TrainStep:
         """The eager step, and the mode for reports. The model's calls in it are scheduled where that helps."""
         model, optimizer, loss_fn, options = self._parts
         helps = options.policy != "auto" or any(parameter.is_cuda for parameter in model.parameters())
-        parallel = any(isinstance(part, nn.parallel.DistributedDataParallel) for part in model.modules())
-        scheduled = proxy_of(model, self._model) if helps and not parallel else None
+        scheduled = proxy_of(model, self._model) if helps and not is_replicated(model) else None
         if scheduled is None:
             return self._step, "plain"
         return Step(Loss(loss_fn, scheduled), optimizer, options, self._step.data_parallel), _EAGER_LOSS
@@ -441,7 +442,7 @@ class TrainStep:
             self._step.zero_gradients()
             return self._step.complete(*self._step.differentiate(batch))
 
-    def over(self, group: ProcessGroup | None) -> TrainStep:
+    def over(self, group: ProcessGroup | Literal[False]) -> TrainStep:
         """The same step, whose gradients are averaged over this group, or over none."""
         model, optimizer, loss_fn, options = self._parts
         return TrainStep(model, optimizer, loss_fn, replace(options, data_parallel=group))

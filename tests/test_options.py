@@ -46,7 +46,7 @@ ALLOWED = {
     "average": [None],
     "decay": [0.999, 0, 1, 0.5],
     "scaler": [None],
-    "data_parallel": [None],
+    "data_parallel": [False, None],
 }
 REFUSED = {
     "streams": [0, -1, MAX_STREAMS + 1, 2.0, True, "2", None, "AUTO"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -49,14 +50,33 @@ def test_the_split_is_what_pytorch_makes_of_it() -> None:
     assert torch.equal(pipe(x)[0], expected)
 
 
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
+@pytest.mark.parametrize("optimized", [autostream.optimize, autostream.optimize_])
+def test_an_optimized_model_is_split_like_the_model(optimized: Callable[[nn.Module], nn.Module]) -> None:
+    from torch.distributed.pipelining import pipeline
+
+    x = torch.rand(4, 256)
+    model = optimized(layers(4))
+    found = autostream.split(model, [x], 2, device="h200")
+    assert found.stages == autostream.split(layers(4), [x], 2, device="h200").stages
+    expected = model(x)
+    assert torch.equal(pipeline(model, (x,), split_spec=found.split_spec)(x)[0], expected)
+
+
 def test_memory_is_that_of_training_with_activations_in_flight() -> None:
-    """Each layer keeps the input of its linear layer, and the ReLU its result: what the next layer keeps anyway."""
+    """Each layer keeps the input of its linear layer, and the ReLU its result: what the next layer keeps anyway.
+
+    Between the stages an activation and its gradient have a buffer for each microbatch. The outputs of all are kept,
+    and joined at last, when there are no activations any more.
+    """
     found = autostream.split(layers(4), [torch.ones(64, 256)], 2, device="h200", microbatches=8)
     weights = 2 * (256 * 256 + 256) * 4 * 4
     activation = 64 * 256 * 4
     assert [stage.weight_bytes for stage in found.stages] == [weights] * 2
     assert [stage.saved_bytes for stage in found.stages] == [3 * activation] * 2
-    assert found.memory_bytes == (weights + 2 * 3 * activation, weights + 3 * activation)
+    buffers = 8 * activation
+    assert found.memory_bytes == (weights + buffers + 2 * 3 * activation, weights + buffers + 2 * 8 * activation)
+    assert found.outputs_bytes == (0, (2 * 8 - 3) * activation)
 
 
 def test_weights_of_several_stages_are_named() -> None:
@@ -76,13 +96,14 @@ def test_weights_of_several_stages_are_named() -> None:
 
 def test_a_split_prints_its_stages() -> None:
     text = str(autostream.split(layers(4), [torch.ones(64, 256)], 2, device="h200", microbatches=8))
-    first, head, _, one, two, last = text.splitlines()
+    first, head, _, one, two, last, outputs = text.splitlines()
     assert first == "Sequential in 2 stages on NVIDIA H200, 8 microbatches a step"
     assert " ".join(head.split()) == "stage submodules forward backward bytes in weights, gradients, states memory"
     assert one.split()[:3] == ["0", "0,", "1"]
     assert two.split()[:3] == ["1", "2,", "3"]
     assert "65.5 kB" in two
     assert last.startswith("A step by 1F1B takes ")
+    assert outputs.startswith("Of the last stage's memory, 852.0 kB are the outputs of all microbatches, and a copy: ")
 
 
 def test_costs_may_be_measured() -> None:
@@ -133,12 +154,13 @@ def test_a_model_that_is_not_trained_has_the_times_of_its_ops(caplog: pytest.Log
 
 
 def test_a_schedule_that_needs_more_memory_than_there_is_is_refused() -> None:
-    """GPipe holds the activations of 32 microbatches, 1F1B those of two."""
+    """GPipe holds the activations of 32 microbatches, 1F1B those of two; outputs need not be held."""
     small = replace(profile_named("h200"), memory_bytes=6_000_000)
     comparison = compare(chain_of(layers(4), [torch.ones(64, 256)], small), 2, 32, interconnect_of(small, "nvlink"))
     runs = {run.schedule: run.refusal for run in comparison.asked()}
-    assert runs["GPipe"] == "a device would hold 8.4 MB, and has 6.0 MB"
+    assert runs["GPipe"] == "a device would hold 10.5 MB, and has 6.0 MB"
     assert runs["1F1B"] == ""
+    assert max(comparison.best.memory_bytes) > 6_000_000
     assert comparison.best.schedule != "GPipe"
 
 

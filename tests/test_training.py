@@ -873,6 +873,20 @@ def test_torchscript_trains_eagerly() -> None:
     assert "TorchScript cannot be captured" in reasons(step)
 
 
+def test_no_group_in_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``group.WORLD`` is ``None`` before ``init_process_group``: each process would train alone."""
+    model = mlp()
+    sgd = SGD(model.parameters(), lr=0.1)
+    train_step(model, sgd, mse, data_parallel=dist.group.WORLD)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(TargetError, match=r"one of 4 processes.*call that first.*data_parallel=False"):
+        train_step(model, sgd, mse, data_parallel=dist.group.WORLD)
+    with pytest.raises(TargetError, match="one of 4 processes"):
+        autostream.step(optimizers=[sgd], data_parallel=None)
+    train_step(model, sgd, mse, data_parallel=False)
+    train_step(model, sgd, mse)
+
+
 @alone
 def test_distributed_data_parallel_trains_eagerly() -> None:
     """In a process that ends at once: freeing the last reference to a process group may deadlock its threads."""

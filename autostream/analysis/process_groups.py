@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -45,6 +46,31 @@ def ranks_of(name: str) -> frozenset[int]:
     """
     group = group_named(name)
     return frozenset() if group is None else frozenset(dist.get_process_group_ranks(group))
+
+
+def gone_from(name: str) -> list[int]:
+    """The ranks in a group of gloo of processes that have ended: those whose connection to this one is closed.
+
+    To be asked when a collective has failed: an unread message remains at each of the others.
+
+    Example:
+        >>> gone_from("nobody's")
+        []
+    """
+    group = group_named(name)
+    if group is None or dist.get_backend(group) != "gloo":  # others have no connections that could be asked
+        return []
+    gone, sent = [], []
+    for rank in set(range(group.size())) - {group.rank()}:
+        try:
+            sent.append(dist.isend(torch.zeros(1), group=group, group_dst=rank, tag=_ARE_YOU_THERE))
+        except RuntimeError:
+            gone.append(rank)
+    return gone
+
+
+_ARE_YOU_THERE = 0x6F6E65
+"""A tag that nobody receives."""
 
 
 def launched_in(name: str) -> int:

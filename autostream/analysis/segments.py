@@ -73,6 +73,7 @@ def segments_of(
     """
     ops, lives = [*graph.ops.values()], _lives(graph)
     ends = [*cuts, len(ops)]
+    returned = sum(each.bytes for each in graph.storages.values() if each.escapes and each.role is Role.INTERMEDIATE)
     segments = []
     for first, end, kept in zip([0, *cuts], ends, saved, strict=True):
         inside = ops[first:end]
@@ -84,6 +85,7 @@ def segments_of(
                 crossing_bytes=sum(life.bytes for life in lives if life.made < first <= life.read),
                 weights={name: trained[name] for name in sorted(read)},
                 saved=kept,
+                output_bytes=returned if end == len(ops) else 0,
             )
         )
     return tuple(segments)
@@ -129,7 +131,7 @@ def trained_bytes(program: Program, graph: OpGraph, trained: Collection[str]) ->
 
 
 def resized(graph: OpGraph, factor: float) -> OpGraph:
-    """The ops for a microbatch of another size: its work grows with it, what is read of weights does not.
+    """The ops for a microbatch of another size: its work and values grow with it, weights do not.
 
     Args:
         graph: the ops.
@@ -147,4 +149,9 @@ def resized(graph: OpGraph, factor: float) -> OpGraph:
             elements=max(1, round(op.elements * factor)),
         )
 
-    return replace(graph, ops={name: sized(op) for name, op in graph.ops.items()})
+    grows = Role.INPUT, Role.INTERMEDIATE
+    storages = {
+        name: replace(each, bytes=round(each.bytes * factor)) if each.role in grows else each
+        for name, each in graph.storages.items()
+    }
+    return replace(graph, ops={name: sized(op) for name, op in graph.ops.items()}, storages=storages)

@@ -19,6 +19,7 @@ from autostream.dispatch.step_calls import Call, Refusal, WrittenStep, call_of, 
 from autostream.errors import TraceError
 from autostream.frontend.batches import detached
 from autostream.frontend.capture import Capture
+from autostream.frontend.data_parallel import is_replicated
 from autostream.frontend.eager_only import unusual_model
 from autostream.frontend.inputs import aliases_of, described
 from autostream.frontend.step_capture import capture_step
@@ -69,6 +70,12 @@ class CapturedStep:
             inputs = self.captured.graph_inputs(self._body, args, kwargs)
         return inputs if _layouts_of(inputs) == self._alike else None
 
+    @property
+    def groups(self) -> list[str]:
+        """The names of the process groups that its collectives are in."""
+        graph = self.scheduled.report.graph
+        return [] if graph is None else sorted({graph.ops[name].group for name in graph.collectives})
+
     def failed(self, call: Call) -> str:
         """The guard that fails for a call, as Dynamo writes it."""
         with torch.enable_grad():
@@ -111,8 +118,7 @@ def trace(step: WrittenStep, call: Call, device: str | None = None) -> tuple[Cap
 
 
 def _uncapturable(modules: nn.Module) -> str:
-    parts = list(modules.modules())
-    if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in parts):
+    if is_replicated(modules):
         return (
             "DistributedDataParallel averages gradients by hooks, which a graph would not call: give the model itself, "
             "and data_parallel=process_group"

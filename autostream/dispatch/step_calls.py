@@ -20,8 +20,8 @@ from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdRef
 
-from autostream.errors import TraceError
-from autostream.frontend.data_parallel import DataParallel
+from autostream.errors import TargetError, TraceError
+from autostream.frontend.data_parallel import DataParallel, is_replicated
 from autostream.frontend.eager_only import anomaly_detection, unusual_call, unusual_tensor
 from autostream.frontend.inputs import aliases_of
 from autostream.frontend.optimizers import Hyperparameters, groups_of, obstacle
@@ -50,6 +50,9 @@ class WrittenStep:
         averaging: the group over which its graph averages gradients.
         updated: the optimizers that the step updates.
         hyperparameters: of each of these.
+
+    Raises:
+        TargetError: something else averages the gradients already.
     """
 
     def __init__(
@@ -66,6 +69,11 @@ class WrittenStep:
     ) -> None:
         self.body, self.optimizers, self.name, self.modules, self.eager = body, optimizers, name, modules, eager
         self.data_parallel, self.averaging = data_parallel, data_parallel if averages else None
+        if data_parallel is not None and is_replicated(modules()):
+            raise TargetError(
+                "DistributedDataParallel averages gradients, and data_parallel would average them again: give the "
+                "model itself (its .module), or leave data_parallel out"
+            )
         self.updated = optimizers if updates else ()
         self.hyperparameters = [Hyperparameters(optimizer) for optimizer in self.updated]
 

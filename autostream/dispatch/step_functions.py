@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial, update_wrapper
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from autostream.dispatch.captured_step import plan_step
+from autostream.dispatch.eager_averages import EagerAverages
 from autostream.dispatch.step_calls import WrittenStep
 from autostream.dispatch.step_graphs import Done, StepGraphs
 from autostream.errors import TargetError
@@ -63,7 +64,8 @@ class StepFunction:
         data_parallel: DataParallel | None = None,
     ) -> None:
         self._function, self._optimizers = function, tuple(optimizers)
-        self._options, self._data_parallel, self._averaged = options, data_parallel, set[int]()
+        self._options = options
+        self._averages = None if data_parallel is None else EagerAverages(data_parallel)
         update_wrapper(self, function)
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._stateless: list[frozenset[int]] = [frozenset() for _ in optimizers]
@@ -124,15 +126,13 @@ class StepFunction:
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step as it is written."""
-        parallel = self._data_parallel
-        averaging = parallel.averaging(self._optimizers, self._averaged) if parallel else nullcontext()
+        averaging = self._averages.after_backwards(self._optimizers) if self._averages else nullcontext()
         with torch.enable_grad(), averaging:
             return map_tensors(Tensor.detach, self._function(*args, **kwargs))
 
-    def over(self, group: ProcessGroup | None) -> StepFunction:
+    def over(self, group: ProcessGroup | Literal[False]) -> StepFunction:
         """The same step, whose gradients are averaged over this group, or over none."""
-        parallel = None if group is None else data_parallel_of(group)
-        return StepFunction(self._function, self._optimizers, self._options, parallel)
+        return StepFunction(self._function, self._optimizers, self._options, data_parallel_of(group))
 
     def plan(
         self, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None = None

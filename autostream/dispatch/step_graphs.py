@@ -11,7 +11,7 @@ Where capturing or tracing fails, there is a ``Refusal`` instead, and the caller
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -36,6 +36,7 @@ from autostream.errors import (
     TraceError,
     first_line,
 )
+from autostream.frontend.inputs import described
 from autostream.frontend.optimizers import FirstUpdateError
 from autostream.frontend.parameters import have_hooks
 from autostream.frontend.reasons import AS_A_TENSOR, changed_number, failed_guard
@@ -44,7 +45,7 @@ from autostream.options import Options, paranoid
 from autostream.reporting.report import Report
 from autostream.runtime.cuda_graph import GraphPools
 from autostream.runtime.input_buffers import BufferTable
-from autostream.tuning.agreement import agree
+from autostream.tuning.agreement import agree, check_all_there
 from autostream.utils.locks import lock_of, preparing
 
 _MOST_REPLAYS = 4
@@ -85,11 +86,8 @@ class StepGraphs:
         """The step, if it is like a recent one, by its fast path."""
         for replay in self._replays:
             if (tensors := replay.fits(args, kwargs)) is not None:
-                try:
-                    return Done(replay(tensors, args, kwargs))
-                except torch.OutOfMemoryError as error:
-                    self._give_up(replay.key, replay.entry, error)
-                    raise
+                run = partial(replay, tensors, args, kwargs)
+                return Done(self._run(replay.key, replay.entry, run))
         return None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Done | Refusal:
@@ -117,15 +115,27 @@ class StepGraphs:
             return self.refused(Refusal(HOOKED))
         try:
             if self._paranoid:
-                return Done(self._compared(entry, call, inputs))
-            result = entry.run(call, inputs)
+                return Done(self._run(call.key, entry, lambda: self._compared(entry, call, inputs)))
+            result = self._run(call.key, entry, lambda: entry.run(call, inputs))
         except NoSchedule as reason:
             return self.refused(Refusal(str(reason)))
-        except torch.OutOfMemoryError as error:
-            self._give_up(call.key, entry, error)
-            raise
         self._add_replay(entry, call, inputs)
         return Done(result)
+
+    def _run(self, key: Key, entry: CapturedStep, run: Callable[[], Any]) -> Any:
+        """What this returns, which runs a compiled step.
+
+        Raises:
+            GroupError: a process that it communicates with has ended.
+        """
+        try:
+            return run()
+        except torch.OutOfMemoryError as error:
+            self._give_up(key, entry, error)
+            raise
+        except RuntimeError as error:
+            check_all_there(entry.groups, error)
+            raise
 
     def forget_refusals(self) -> None:
         """Capture refused steps again when they come again: they may have failed because of an error of the caller."""
@@ -185,8 +195,10 @@ class StepGraphs:
                 new: CapturedStep | Refusal = CapturedStep(self.step, call, self._context)
                 inputs = new.inputs(call)
                 assert inputs is not None, "the guards hold for the call that was captured"
-            except (OptionError, TargetError, GroupError):
+            except (OptionError, TargetError):
                 raise
+            except GroupError as error:
+                raise GroupError(f"{error}; {self._compiling(call)}") from error
             except FirstUpdateError as error:
                 self._first = call.key
                 return Refusal(str(error), first=True), ()
@@ -200,6 +212,12 @@ class StepGraphs:
                 new, inputs = Refusal(reason, begins_without=call.begins_without), ()
             self._admission.add(call.key, [*self._admission.entries.get(call.key, []), new])
             return new, inputs
+
+    def _compiling(self, call: Call) -> str:
+        """Which call is compiled in this process, for those who look for the one in which others differ."""
+        here = f"here {self.step.name} was compiled for {described(call.tensors)}"
+        known = [report.signature for report in self.reports]
+        return f"{here}, after {known[0]}: have batches of the same shapes in all processes" if known else here
 
     def _full(self, call: Call) -> str:
         """Why no graph may be captured now, and how the step differs from earlier ones; ``""`` if one may be."""

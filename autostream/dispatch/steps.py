@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autostream.dispatch.eager_averages import EagerAverages
 from autostream.dispatch.step_calls import WrittenStep
 from autostream.dispatch.step_graphs import StepGraphs
 from autostream.errors import TargetError
@@ -49,6 +50,7 @@ class Step:
         self, loss: Loss, optimizer: Optimizer, options: StepOptions, data_parallel: DataParallel | None = None
     ) -> None:
         self.loss, self.optimizer, self.options, self.data_parallel = loss, optimizer, options, data_parallel
+        self._averages = None if data_parallel is None else EagerAverages(data_parallel)
         self.model, self.average, self.scaler = loss.model, options.average, options.scaler
         self.check_parameters()
 
@@ -106,6 +108,7 @@ class Step:
             What ``loss_fn`` returns, detached, and the gradients of the optimizer's parameters.
 
         Raises:
+            GroupError: another process has other gradients, or has not come as far in time.
             TargetError: the loss is not a scalar that depends on a parameter, the batch cannot be divided into equal
                 parts, or the average or the optimizer belongs to another model.
         """
@@ -127,8 +130,8 @@ class Step:
                 loss.backward()  # type: ignore[no-untyped-call]
                 results.append(detached(result))
             parameters = parameters_of(self.optimizer)  # the forward may have added some
-            if self.data_parallel is not None:
-                self.data_parallel.average(parameters)
+            if self._averages is not None:
+                self._averages.average(parameters)
             gradients = [parameter.grad for parameter in parameters]
         clear_gradients(set(parameters).difference(known))
         if any(gradient is None for gradient in gradients):

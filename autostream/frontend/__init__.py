@@ -73,7 +73,6 @@ File                   Interface                                          Where 
 ``submodules.py``      ``nn_module_stack``: ids of modules                no cut points: models cannot be split
 ``pipelining.py``      ``_schedule_visualizer.get_schedule_ops``          GPipe and 1F1B only, whose order is known
 ``fake_processes.py``  ``torch.testing._internal.distributed.fake_pg``    ``--world`` is refused
-``data_parallel.py``   ``queue_callback`` of autograd's engine            no fallback
 ..                     ``torch.ops._c10d_functional``                     no fallback
 ``parameters.py``      ``Tensor._backward_hooks`` and its like            no fallback
 ``averages.py``        ``Module._non_persistent_buffers_set``             no fallback

@@ -3,8 +3,9 @@
     gradients of one backward ──▶ buckets ──▶ one tensor each ──▶ all_reduce_ ──▶ wait_tensor ──▶ views: the averages
 
 They are averaged where a backward ends, as by ``DistributedDataParallel``, so clipping sees averages, and what several
-backwards add up is an average too. In an eager step hooks do that, in a graph the same ops stand after the gradients
-of each backward. Each bucket is reduced as soon as its gradients are there, beside the rest of the backward.
+backwards add up is an average too. In an eager step ``dispatch/eager_averages.py`` does that, in a graph the same ops
+stand after the gradients of each backward. Each bucket is reduced as soon as its gradients are there, beside the rest
+of the backward.
 
 Buckets are those of ``DistributedDataParallel``: in reverse order of parameters, the first of 1 MiB, others of 25 MiB.
 All processes have to differentiate the same parameters in each backward.
@@ -12,19 +13,16 @@ All processes have to differentiate the same parameters in each backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
 from autostream.errors import TargetError
-from autostream.frontend.parameters import parameters_of
+from autostream.options import processes_started
 
 _FIRST_BUCKET = 1 << 20
 _BUCKET = 25 << 20
@@ -66,64 +64,6 @@ class DataParallel:
             found |= {at: _like(part, parameters[at]) for at, part in zip(bucket, parts, strict=True)}
         return [found[at] for at in range(len(gradients))]
 
-    def average(self, parameters: Iterable[Tensor]) -> None:
-        """Average the gradients that these parameters have.
-
-        Raises:
-            TargetError: one is sparse.
-        """
-        trained = [each for each in dict.fromkeys(parameters) if each.requires_grad and each.grad is not None]
-        gradients = [each.grad for each in trained if each.grad is not None]
-        if any(each.layout is not torch.strided for each in gradients):
-            raise TargetError("data_parallel averages no sparse gradients: make the embedding with sparse=False")
-        with torch.no_grad():
-            for gradient, mean in zip(gradients, self.averages(gradients, trained), strict=True):
-                gradient.copy_(mean)
-
-    @contextmanager
-    def averaging(self, optimizers: Sequence[Optimizer], averaged: set[int]) -> Iterator[None]:
-        """Average the gradients of these optimizers' parameters at the end of each eager backward inside.
-
-        Args:
-            optimizers: of the step.
-            averaged: identities of the parameters whose gradients were averaged since their optimizer stepped.
-
-        Raises:
-            TargetError: an optimizer steps with a gradient that no backward has computed, or a gradient is sparse.
-        """
-        every = {id(each): each for each in chain.from_iterable(map(parameters_of, optimizers)) if each.requires_grad}
-        order = {of: at for at, of in enumerate(every)}
-        reached: list[Tensor] = []
-
-        def average() -> None:
-            parameters = sorted(reached, key=lambda each: order[id(each)])
-            reached.clear()
-            self.average(parameters)
-            averaged.update(map(id, parameters))
-
-        def reach(parameter: Tensor) -> None:
-            if not reached:
-                torch.autograd.Variable._execution_engine.queue_callback(average)
-            reached.append(parameter)
-
-        def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            own = (each for each in parameters_of(optimizer) if each.requires_grad and each.grad is not None)
-            if not averaged.issuperset(map(id, own)):
-                raise TargetError(NOT_OF_A_BACKWARD)
-
-        def forget(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            averaged.difference_update(map(id, parameters_of(optimizer)))
-
-        parameters: list[Any] = [*every.values()]
-        handles = [each.register_post_accumulate_grad_hook(reach) for each in parameters]
-        handles += [optimizer.register_step_pre_hook(check) for optimizer in optimizers]
-        handles += [optimizer.register_step_post_hook(forget) for optimizer in optimizers]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
 
 NOT_OF_A_BACKWARD = (
     "data_parallel averages the gradients that backward() computes, once for each step of their optimizer, and an "
@@ -131,18 +71,39 @@ NOT_OF_A_BACKWARD = (
 )
 
 
-def data_parallel_of(group: object) -> DataParallel:
-    """Data parallelism over a process group of ``torch.distributed``.
+def data_parallel_of(group: object) -> DataParallel | None:
+    """Data parallelism over a process group of ``torch.distributed``; ``None`` for ``False``, and in a single process.
 
     Raises:
-        TargetError: it is no process group, or this process is not in it.
+        TargetError: it is no process group, or this process is not in it, or it is ``None`` in one of several
+            processes.
     """
+    if group is False:
+        return None
+    if group is None:
+        if (processes := processes_started()) == 1:
+            return None
+        raise TargetError(
+            f"data_parallel is None in one of {processes} processes, each of which would train alone: "
+            "torch.distributed.group.WORLD is None until init_process_group is called, so call that first; give "
+            "data_parallel=False to average nothing"
+        )
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise TargetError(
+            f"data_parallel takes a process group in which this process is, and rank {dist.get_rank()} is not in this "
+            "one (new_group returns GroupMember.NON_GROUP_MEMBER to it): make the step in processes of the group only"
+        )
     if not isinstance(group, dist.ProcessGroup):
         raise TargetError(
-            f"data_parallel takes a process group in which this process is, not {group!r}: call "
+            f"data_parallel takes a process group of torch.distributed, not {group!r}: call "
             "torch.distributed.init_process_group and give torch.distributed.group.WORLD"
         )
     return DataParallel(group.group_name, group.size(), averages_itself=dist.get_backend(group) == "nccl")
+
+
+def is_replicated(modules: nn.Module) -> bool:
+    """Whether a model, or a part of it, is in ``DistributedDataParallel``."""
+    return any(isinstance(part, nn.parallel.DistributedDataParallel) for part in modules.modules())
 
 
 def share(group: dist.ProcessGroup, tensors: Iterable[Tensor]) -> None:

@@ -122,4 +122,14 @@ def stages_notes(split: Pipeline) -> list[str]:
     """What a table of stages does not say."""
     about = f"A step by 1F1B takes {us(split.step_us)}. Times and bytes in are of one microbatch."
     copies = f"Several stages have a copy of {few(split.shared)}: add up its gradients yourself."
-    return [about, copies] if split.shared else [about]
+    returned = sum(split.outputs_bytes)
+    outputs = (
+        f"Of the last stage's memory, {size(returned)} are the outputs of all microbatches, and a copy: call "
+        "schedule.step(..., return_outputs=False) if you need none."
+    )
+    notes = {about: True, outputs: returned > _MUCH * split.memory_bytes[-1], copies: bool(split.shared)}
+    return [note for note, applies in notes.items() if applies]
+
+
+_MUCH = 0.1
+"""A smaller share of the memory is not worth a note."""

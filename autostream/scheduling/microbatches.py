@@ -63,8 +63,10 @@ class Pipeline:
         shared: weights that several stages read. Each has a copy, and nothing adds up their gradients.
         step_us: predicted time of a step by 1F1B: forward and backward of all microbatches, µs.
         memory_bytes: what the device of each stage holds at most, by 1F1B: weights, gradients, two states of an
-            optimizer for each weight, and the activations of the microbatches in flight. The model's outputs, which
-            PyTorch keeps on the last one until a step ends, and the loss are not included.
+            optimizer for each weight, buffers for what it receives of each microbatch, the activations of the
+            microbatches in flight, and the model's outputs, which PyTorch keeps for all microbatches of a step and then
+            joins. The loss is not included.
+        outputs_bytes: how much less that is with ``schedule.step(return_outputs=False)``.
     """
 
     model: str
@@ -75,6 +77,7 @@ class Pipeline:
     shared: tuple[str, ...]
     step_us: float
     memory_bytes: tuple[int, ...]
+    outputs_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class Run:
         step_us: how long forward and backward of all microbatches take, µs.
         bubble: the share of the devices' time in which they wait.
         memory_bytes: the most that each device holds.
+        outputs_bytes: how much less that is if the model's outputs are not returned.
         refusal: why it cannot run, or ``""``.
     """
 
@@ -97,6 +101,7 @@ class Run:
     step_us: float = 0.0
     bubble: float = 0.0
     memory_bytes: tuple[int, ...] = ()
+    outputs_bytes: tuple[int, ...] = ()
     refusal: str = ""
 
 
@@ -238,8 +243,13 @@ def bubble_share(timeline: Timeline) -> float:
     return 1 - busy_us / (devices * timeline.makespan_us)
 
 
-def memory_bytes(order: Sequence[Action], stages: Sequence[Stage]) -> int:
+def memory_bytes(order: Sequence[Action], stages: Sequence[Stage], *, outputs: bool = True) -> int:
     """The most that a device holds: its stages, and the activations of forwards whose backward has not ended.
+
+    Args:
+        order: of its actions.
+        stages: all of them.
+        outputs: whether the model's outputs are returned: each is kept until the step ends, and then copied.
 
     Example:
         >>> pair = [Stage(name, (at, at + 1), 1.0, 0, 100, 10) for at, name in enumerate(("", "b"))]
@@ -248,8 +258,12 @@ def memory_bytes(order: Sequence[Action], stages: Sequence[Stage]) -> int:
         >>> [memory_bytes(order, pair) for order in one_forward_one_backward(2, 3)]
         [120, 110]
     """
-    held = most = sum(stages[at].weight_bytes for at in {action.stage for action in order})
+    own = [stages[at] for at in {action.stage for action in order}]
+    microbatches = 1 + max(action.microbatch for action in order)
+    held = most = sum(stage.fixed_bytes(microbatches) for stage in own)
+    returned = 0
     for at, kind, _ in order:
         held += {"F": 1, "I": 0}.get(kind, -1) * stages[at].saved_bytes
-        most = max(most, held)
-    return most
+        returned += stages[at].output_bytes if outputs and kind == "F" else 0
+        most = max(most, held + returned)
+    return max(most, held + 2 * returned)

@@ -44,6 +44,7 @@ class Segment:
         crossing_bytes: bytes that were computed before it and are read in it or later.
         weights: the bytes that training holds for each weight and buffer that it reads.
         saved: the bytes of each activation that it keeps for the backward.
+        output_bytes: bytes of the model's outputs, of the last segment.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Segment:
     crossing_bytes: int
     weights: Mapping[str, int]
     saved: Mapping[str, int]
+    output_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class Stage:
         crossing_bytes: bytes of one microbatch that it gets from earlier stages; as many return as gradients.
         weight_bytes: weights, their gradients, two states of an optimizer such as Adam for each, and buffers.
         saved_bytes: activations of one microbatch that it keeps for the backward.
+        leaving_bytes: bytes of one microbatch that later stages get.
+        output_bytes: the model's outputs of one microbatch, of the last stage.
     """
 
     begins: str
@@ -72,15 +76,24 @@ class Stage:
     crossing_bytes: int
     weight_bytes: int
     saved_bytes: int
+    leaving_bytes: int = 0
+    output_bytes: int = 0
 
     @property
     def backward_us(self) -> float:
         """Time of the backward of one microbatch, µs."""
         return BACKWARD * self.forward_us
 
-    def memory_bytes(self, in_flight: int) -> int:
-        """What it holds while so many microbatches have run forward but not yet backward."""
-        return self.weight_bytes + in_flight * self.saved_bytes
+    def fixed_bytes(self, microbatches: int) -> int:
+        """What it holds all the time: weights, and buffers of PyTorch's for what it receives of each microbatch.
+
+        These are its inputs, and the gradients of what it sends.
+        """
+        return self.weight_bytes + microbatches * (self.crossing_bytes + self.leaving_bytes)
+
+    def memory_bytes(self, in_flight: int, microbatches: int) -> int:
+        """What it holds while so many microbatches have run forward but not yet backward, without outputs."""
+        return self.fixed_bytes(microbatches) + in_flight * self.saved_bytes
 
 
 def stages_from(segments: Sequence[Segment], first: int) -> Iterator[Stage]:
@@ -88,8 +101,8 @@ def stages_from(segments: Sequence[Segment], first: int) -> Iterator[Stage]:
 
     Example:
         >>> pair = [Segment("", 2.0, 0, {"w": 8}, {"x": 4}), Segment("b", 3.0, 4, {"w": 8}, {"y": 4})]
-        >>> [*stages_from(pair, 0)][1]
-        Stage(begins='', segments=(0, 2), forward_us=5.0, crossing_bytes=0, weight_bytes=8, saved_bytes=8)
+        >>> [*stages_from(pair, 0)][1]  # doctest: +ELLIPSIS
+        Stage(begins='', segments=(0, 2), forward_us=5.0, crossing_bytes=0, weight_bytes=8, saved_bytes=8, ...)
     """
     begin = segments[first]
     weights: dict[str, int] = {}
@@ -99,7 +112,16 @@ def stages_from(segments: Sequence[Segment], first: int) -> Iterator[Stage]:
         forward_us += segment.forward_us
         weight_bytes += _added(weights, segment.weights)
         saved_bytes += _added(saved, segment.saved)
-        yield Stage(begin.name, (first, end), forward_us, begin.crossing_bytes, weight_bytes, saved_bytes)
+        yield Stage(
+            begins=begin.name,
+            segments=(first, end),
+            forward_us=forward_us,
+            crossing_bytes=begin.crossing_bytes,
+            weight_bytes=weight_bytes,
+            saved_bytes=saved_bytes,
+            leaving_bytes=segments[end].crossing_bytes if end < len(segments) else 0,
+            output_bytes=segment.output_bytes,
+        )
 
 
 def _added(known: dict[str, int], more: Mapping[str, int]) -> int:
@@ -123,7 +145,7 @@ def partition(
         stages: how many stages.
         microbatches: of a step; stage ``k`` holds the activations of ``stages - k`` of them at most, as in 1F1B.
         transfer_us: how long so many bytes take from one device to the next, µs.
-        limit_bytes: the memory of a device.
+        limit_bytes: the memory of a device, which the model's outputs need not be in.
 
     Raises:
         OptionError: there are not so many segments.
@@ -144,7 +166,7 @@ def partition(
 
     def slowest_us(at: int, first: int, end: int) -> float:
         stage = runs[first][end - first - 1]
-        if stage.memory_bytes(min(microbatches, stages - at)) > limit_bytes:
+        if stage.memory_bytes(min(microbatches, stages - at), microbatches) > limit_bytes:
             return inf
         return max(stage.forward_us + stage.backward_us, 2 * transfer_us(stage.crossing_bytes) if first else 0.0)
 

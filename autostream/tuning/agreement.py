@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from autostream.analysis.effects import group_of
-from autostream.analysis.process_groups import group_named, launched_in, processes_in, ranks_of
+from autostream.analysis.process_groups import gone_from, group_named, launched_in, processes_in, ranks_of
 from autostream.errors import AutostreamError, GroupError, first_line
 from autostream.ir import OpGraph, Program
 from autostream.scheduling.communication import first_difference, sequence
@@ -149,6 +149,48 @@ def agree(group: str, said: Sequence[str]) -> None:
         _exchange(group, said, None)
 
 
+def check_all_there(groups: Iterable[str], error: BaseException) -> None:
+    """Say which process has ended, if that is why something with collectives has failed.
+
+    A process that ends breaks the connections of those who wait for it, and they end, and break others: all say what
+    the first of them has found.
+
+    Args:
+        groups: the names of the process groups.
+        error: what was raised.
+
+    Raises:
+        GroupError: a process has ended.
+    """
+    for group in groups:
+        if gone := gone_from(group):
+            raise GroupError(_first_account(group, gone)) from error
+
+
+def _first_account(group: str, gone: Sequence[int]) -> str:
+    """Which processes have ended, as the first has found that found one."""
+    who = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {', '.join(map(str, gone[:-1]))} and {gone[-1]}"
+    account = f"{who} of process group {group!r} ended in the middle of a step: look for the error there; {_OVER}"
+    known = group_named(group)
+    with suppress(Exception):  # the store may have gone, too
+        store = known.get_group_store()
+        account = store.compare_set("autostream/ended", "", account).decode()
+        _wait_for_readers(store, "autostream/ended", known.rank(), set(range(1, known.size())).difference(gone))
+    return account
+
+
+def _wait_for_readers(store: Any, key: str, rank: int, others: Iterable[int]) -> None:
+    """Let the others read a fault: the store goes with the first process, which may end now.
+
+    Raises:
+        Exception: one does not, or the store has gone already.
+    """
+    if rank:
+        store.set(f"{key}/read by {rank}", "")
+    else:
+        store.wait([f"{key}/read by {other}" for other in others], timedelta(seconds=_READ_S))
+
+
 def _exchange(group: str, said: Sequence[str], value: Any) -> list[Json]:
     """The values of all processes, by rank, as JSON has them, if all say the same.
 
@@ -192,12 +234,8 @@ def _exchange(group: str, said: Sequence[str], value: Any) -> list[Json]:
             fault = str(error)
         store.set(f"{turn}/result", json.dumps([fault, [] if fault else values]))
     if fault:
-        with suppress(Exception):  # the store goes with the first process, which may end now
-            if rank:
-                store.set(f"{turn}/read by {rank}", "")
-            else:
-                readers = [f"{turn}/read by {other}" for other in range(1, known.size())]
-                store.wait(readers, timedelta(seconds=_READ_S))
+        with suppress(Exception):
+            _wait_for_readers(store, turn, rank, range(1, known.size()))
         raise GroupError(fault)
     return values  # type: ignore[no-any-return]
 

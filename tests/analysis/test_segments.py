@@ -74,6 +74,15 @@ def test_outputs_cross_all_cuts_behind_them() -> None:
     assert [segment.crossing_bytes for segment in segments] == [0, 32, 64]
 
 
+def test_half_a_microbatch_sends_half_as_much() -> None:
+    _, graph, cuts = analyzed(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8)), torch.ones(6, 4))
+    for factor, (crossing, returned) in ((1, (96, 192)), (0.5, (48, 96))):
+        sized = resized(graph, factor)
+        first, last = segments_of(sized, price(sized, H200), H200, cuts, [{}] * 2, {})
+        assert (last.crossing_bytes, last.output_bytes) == (crossing, returned)
+        assert (first.crossing_bytes, first.output_bytes) == (0, 0)
+
+
 def test_half_a_microbatch_is_half_the_work_but_not_half_the_weights() -> None:
     _, graph, _ = analyzed(nn.Linear(16, 32), torch.ones(8, 16))
     (whole,), (half,) = graph.ops.values(), resized(graph, 0.5).ops.values()

@@ -13,7 +13,11 @@ from tests.distributed.scenarios import IN_FOUR, IN_THREE, IN_TWO
 
 @pytest.mark.parametrize(
     ("scenarios", "processes", "killed"),
-    [(IN_TWO, 2, ""), (IN_THREE, 3, "a_process_dies_while_it_measures"), (IN_FOUR, 4, "a_process_dies")],
+    [
+        (IN_TWO, 2, "a_process_dies"),
+        (IN_THREE, 3, "a_process_dies_while_it_measures"),
+        (IN_FOUR, 4, "a_process_dies_in_a_step"),
+    ],
     ids=["two", "three", "four"],
 )
 def test_all_scenarios_end_as_they_should(scenarios: dict[str, Scenario], processes: int, killed: str) -> None:

@@ -62,6 +62,17 @@ def test_one_forward_one_backward_holds_fewer_activations() -> None:
     assert [memory_bytes(order, stages(1, 1, 1)) for order in one_forward_one_backward(3, 8)] == [130, 120, 110]
 
 
+def test_outputs_are_held_until_they_are_joined_and_buffers_always() -> None:
+    first = Stage("", (0, 1), 1.0, 0, 100, 10, leaving_bytes=2)
+    last = Stage("b", (1, 2), 1.0, 2, 100, 10, output_bytes=5)
+    one, other = one_forward_one_backward(2, 4)
+    assert memory_bytes(one, (first, last)) == 100 + 4 * 2 + 2 * 10
+    assert memory_bytes(other, (first, last)) == 100 + 4 * 2 + 2 * 4 * 5
+    assert memory_bytes(other, (first, last), outputs=False) == 100 + 4 * 2 + 10
+    small = replace(last, output_bytes=1)  # the activations of the last microbatch are more than the copy
+    assert memory_bytes(other, (first, small)) == 100 + 4 * 2 + 4 * 1 + 10
+
+
 def test_activations_are_held_to_the_end_of_the_second_half() -> None:
     order = [Action(0, "F", 0), Action(0, "I", 0), Action(0, "F", 1), Action(0, "W", 0)]
     assert memory_bytes(order, stages(1.0)) == 120

@@ -87,7 +87,7 @@ def test_no_other_cut_has_a_faster_slowest_part(seed: int) -> None:
     limit = chance.choice([float("inf"), 60.0])
 
     def slowest(cut: tuple[Stage, ...]) -> float:
-        if any(stage.memory_bytes(min(8, stages - at)) > limit for at, stage in enumerate(cut)):
+        if any(stage.memory_bytes(min(8, stages - at), 8) > limit for at, stage in enumerate(cut)):
             return float("inf")
         times = [stage.forward_us + stage.backward_us for stage in cut]
         return max(*times, *(2 * stage.crossing_bytes for stage in cut[1:]))
