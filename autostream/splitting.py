@@ -26,7 +26,7 @@ from autostream.costs.this_device import costs_here, profile_here
 from autostream.costs.training_time import training_us
 from autostream.errors import AutostreamError, OptionError, TargetError, TraceError, first_line
 from autostream.frontend.modules import name_of
-from autostream.frontend.pipelining import orders, split_spec
+from autostream.frontend.pipelining import one_stage, orders, split_spec
 from autostream.frontend.submodules import calls_of, saved_for_backward, trained_of
 from autostream.frontend.trace import trace
 from autostream.frontend.trial import check_call
@@ -96,7 +96,7 @@ def split(
         interconnect: ``"nvlink"`` for devices of one machine (PCIe, where they have no NVLink), or ``"infiniband"``.
         microbatches: of a step; by default four for each stage.
         costs: ``"roofline"`` estimates the time of each op from its size and runs nothing; ``"measured"`` times each
-            on the model's device, then forward and backward of a copy of the model, to which they are scaled.
+            on the model's device, then forward and backward of the model as one stage, to which they are scaled.
 
     Raises:
         OptionError: an option has a value that is not allowed, such as more stages than there are cut points.
@@ -221,13 +221,13 @@ def chain_of(
 
 
 def _as_trained(costs: Costs, profile: DeviceProfile, model: nn.Module, args: Sequence[object]) -> Costs:
-    """The costs of ops, scaled so that forward and backward of the model take as long as they do together.
+    """The costs of ops, scaled so that forward and backward of the model take as long as they do in a stage.
 
     An op that is timed alone, again and again, has its data in the cache, and nothing of autograd around it.
     """
     alone_us, edges_us = sum(cost.duration_us for cost in costs.values()), len(costs) * profile.same_stream_edge_us
     try:
-        factor = max(0.0, training_us(model, args) / (1 + BACKWARD) - edges_us) / alone_us
+        factor = max(0.0, training_us(one_stage(model, args), args) / (1 + BACKWARD) - edges_us) / alone_us
     except Exception as error:
         log.warning("times of a pipeline are those of ops alone: the model cannot be timed (%s)", first_line(error))
         return costs

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autostream.errors import TargetError
+
 _RUNS = 5
 """Runs that count, after one to warm up."""
 
 
 def training_us(model: nn.Module, args: Sequence[object]) -> float:
-    """The median time of forward and backward, µs.
+    """The median time of forward and backward, µs, which adds gradients to those that are there, as of earlier
+    microbatches.
 
     Each run has a copy of the model and of the arguments: a second run on the same cache, say, would write behind its
     end, and on a GPU that ends the process.
@@ -26,7 +29,8 @@ def training_us(model: nn.Module, args: Sequence[object]) -> float:
         args: of a call; an output is a tensor, or contains tensors.
 
     Raises:
-        Exception: whatever the model raises, or that no output depends on a weight.
+        Exception: whatever the model raises.
+        TargetError: no output depends on a weight that is trained.
 
     Example:
         >>> training_us(nn.Linear(4, 4), [torch.ones(2, 4)]) > 0
@@ -39,10 +43,14 @@ def training_us(model: nn.Module, args: Sequence[object]) -> float:
 
 
 def _once_us(model: nn.Module, args: tuple[object, ...], devices: Sequence[torch.device]) -> float:
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.grad = torch.zeros_like(weight)
     start = _now_us(devices)
     outputs = [each for each in pytree.tree_leaves(model(*args)) if isinstance(each, Tensor) and each.requires_grad]
-    torch.autograd.grad(outputs, weights, list(map(torch.ones_like, outputs)), allow_unused=True)
+    if not outputs:
+        raise TargetError("no output depends on a weight that is trained")
+    torch.autograd.backward(outputs, list(map(torch.ones_like, outputs)))
     return _now_us(devices) - start
 
 

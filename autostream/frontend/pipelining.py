@@ -1,4 +1,4 @@
-"""What is used of ``torch.distributed.pipelining``: names for its split points, and the orders of its schedules.
+"""What is used of ``torch.distributed.pipelining``: its split points, stages, and the orders of its schedules.
 
 ``_schedule_visualizer`` is private to PyTorch (seen in 2.11 and 2.13). It tells what each device does in which order,
 without a process group.
@@ -6,8 +6,12 @@ without a process group.
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Sequence
 from typing import Any
+
+from torch import nn
 
 from autostream.errors import TargetError, first_line
 from autostream.scheduling.microbatches import Action, Orders
@@ -23,6 +27,28 @@ def split_spec(begins: Sequence[str]) -> dict[str, Any]:
     from torch.distributed.pipelining import SplitPoint
 
     return dict.fromkeys(begins, SplitPoint.BEGINNING)
+
+
+def one_stage(model: nn.Module, args: Sequence[object]) -> Any:
+    """A copy of the model as ``torch.distributed.pipelining`` traces stages, which takes longer than the model itself.
+
+    Args:
+        model: stays as it is.
+        args: of a call.
+
+    Raises:
+        Exception: whatever PyTorch raises where it cannot trace the model.
+
+    Example:
+        >>> import torch
+        >>> one_stage(nn.Linear(2, 2), [torch.ones(1, 2)]).num_stages
+        1
+    """
+    from torch.distributed.pipelining import pipeline
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of what PyTorch itself calls there
+        return pipeline(copy.deepcopy(model), tuple(copy.deepcopy(args)))
 
 
 def orders(schedule: str, devices: int, microbatches: int) -> Orders:
