@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from html import escape
 from inspect import getattr_static
+from types import MethodType
 from typing import Any, TypeVar, overload
 
 import torch
@@ -16,7 +17,6 @@ from torch.nn.modules import module as nn_module
 from autostream.dispatch.dispatcher import Dispatcher
 from autostream.dispatch.optimized_method import OptimizedMethod
 from autostream.dispatch.padding import PaddingDispatcher
-from autostream.dispatch.passed_on import PassedOn, unwatched
 from autostream.errors import TargetError, shown
 from autostream.frontend.buckets import Bucket
 from autostream.frontend.modules import is_method, module_of
@@ -105,7 +105,6 @@ def optimize(
     if isinstance(model, type) or not callable(model):
         hint = ": make one" if isinstance(model, type) and issubclass(model, nn.Module) else ""
         raise TargetError(f"optimize takes a torch.nn.Module or a function of tensors, not {shown(model)}{hint}")
-    model = unwatched(model)
     args, kwargs = _examples(example_inputs, example_kwargs)
     dispatcher = _dispatcher(module_of(model), dynamic, options)
     if example_inputs is not None or example_kwargs is not None:
@@ -223,13 +222,15 @@ def _examples(inputs: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ()), dict(kwargs or {})
 
 
+_PAST_THE_WRAPPER = "its generate() calls the model itself, past the wrapper: use autostream.optimize_(model) instead"
+
+
 class OptimizedModule(nn.Module):
     """A model with its schedules, one for each signature that it was called with.
 
     It has the model's parameters, buffers and submodules under the same names, so ``state_dict``, ``parameters``,
-    ``to``, ``train`` and ``load_state_dict`` act on the model. Other attributes are looked up in the model. Its methods
-    call the model itself, not this: which of them do, such as ``generate`` of transformers, is said once, and
-    :func:`optimize_` is for these.
+    ``to``, ``train`` and ``load_state_dict`` act on the model. Other attributes are looked up in the model. Methods,
+    such as ``generate`` of transformers, call the model itself: :func:`optimize_` schedules these calls.
 
     Unless the model has attributes of these names, ``prepare(*args, **kwargs)``, ``static_inputs(*args, **kwargs)``,
     ``lowered(*args, **kwargs)`` and ``reports`` are those of :class:`~autostream.dispatch.dispatcher.Dispatcher`.
@@ -248,8 +249,7 @@ class OptimizedModule(nn.Module):
     """
 
     _autostream: Dispatcher
-    _autostream_passed_on: PassedOn
-    """The only attributes of this class: any other name could be one of the model's."""
+    """The only attribute of this class: any other name could be one of the model's."""
 
     forward: Callable[..., Any]
     """Runs the model. It has the signature of the model's."""
@@ -264,7 +264,6 @@ class OptimizedModule(nn.Module):
         attributes |= {name: getattr(dispatcher.model, name) for name in _SHARED}  # Dynamo reads the dictionary itself
         attributes["_compiled_call_impl"] = None
         attributes["_autostream"] = dispatcher
-        attributes["_autostream_passed_on"] = PassedOn(dispatcher)
         attributes["forward"] = OptimizedMethod(dispatcher)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -322,7 +321,10 @@ class OptimizedModule(nn.Module):
             raise AttributeError(name)
         dispatcher, model = self._autostream, self._autostream.model
         delegated = name in _DISPATCHER and (isinstance(model, OptimizedModule) or not hasattr(model, name))
-        return getattr(dispatcher, name) if delegated else self._autostream_passed_on(getattr(model, name))
+        value = getattr(dispatcher if delegated else model, name)
+        if name == "generate" and isinstance(value, MethodType) and not torch.compiler.is_dynamo_compiling():
+            dispatcher.note(_PAST_THE_WRAPPER)
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the model, unless each module has one of its own, such as hooks."""

@@ -293,7 +293,7 @@ def test_generate_of_a_wrapper_says_that_it_calls_the_model(caplog: pytest.LogCa
     fast = autostream.optimize(model.eval(), **QUICK)
     for _ in range(2):
         assert torch.equal(fast.generate(**given), model.generate(**given))
-    assert caplog.text.count("generate() calls the model itself, past the wrapper: use autostream.optimize_(") == 1
+    assert caplog.text.count("its generate() calls the model itself, past the wrapper: use autostream.optimize_(") == 1
     assert not scheduled(fast)
 
 

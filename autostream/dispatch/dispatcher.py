@@ -111,7 +111,7 @@ class Dispatcher(OptimizedCallable):
         if self.disabled or exporting():
             return self.model(*args, **kwargs)
         if reason := self._unusual(args, kwargs):
-            return self.run_eagerly(reason, args, kwargs)
+            return self._run_eagerly(reason, args, kwargs)
         return self._dispatch(args, kwargs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -192,16 +192,13 @@ class Dispatcher(OptimizedCallable):
         """Drop everything compiled. Call this when the model's parameters move to other memory."""
         self._forget()
 
-    def run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call as the model does, and say why, once.
-
-        Raises:
-            TraceError: with ``strict=True``.
-        """
-        if self.options.strict:
-            raise TraceError(reason)
-        self._note(reason)
-        return self.model(*args, **kwargs)
+    def note(self, reason: str) -> None:
+        """Add a reason why calls run eagerly to the reports, and log it once."""
+        self._warn(f"{self.name} runs plainly: {reason}")
+        if reason not in self._bypasses and len(self._bypasses) < MOST_WARNINGS:
+            refusal = Decision("", "plain", reason)
+            report = Report(self.name, "some calls", "plain", refusals=(refusal,), versions=versions())
+            self._bypasses = {**self._bypasses, reason: report}
 
     def _schedule_of(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -225,7 +222,7 @@ class Dispatcher(OptimizedCallable):
             if isinstance(entry, str):
                 if self.options.strict:
                     raise TraceError(entry)
-                self._note(entry)
+                self.note(entry)
                 return None
             if not isinstance(entry, CapturedCall):
                 try:
@@ -248,12 +245,12 @@ class Dispatcher(OptimizedCallable):
         entry: Entry | str | None = self._find(key, args, kwargs, excluded)
         if entry is None:
             if reason := eager_reason(self.options, chain(args, self.model.parameters())):
-                value = self.run_eagerly(reason, args, kwargs)
+                value = self._run_eagerly(reason, args, kwargs)
                 self._replays.add_eager(key, EagerCall(label, reason), args, kwargs)
                 return value
             entry = self._compile(key, label, args, kwargs, excluded=excluded)
         if isinstance(entry, str):
-            return self.run_eagerly(entry, args, kwargs)
+            return self._run_eagerly(entry, args, kwargs)
         if isinstance(entry, EagerCall | SplitCall):
             try:
                 value = entry(*args, **kwargs) if isinstance(entry, SplitCall) else self.model(*args, **kwargs)
@@ -263,7 +260,7 @@ class Dispatcher(OptimizedCallable):
                         self._drop(key, entry)  # the capture may have failed for the same reason
                 elif not entry.has_returned:
                     self._drop(key, entry)
-                    self._note(entry.reason)
+                    self.note(entry.reason)
                 raise
             if isinstance(entry, SplitCall):
                 self._contest(key, entry, None, args, kwargs)
@@ -438,13 +435,11 @@ class Dispatcher(OptimizedCallable):
             else:  # without a refund: a model may fail in every second call
                 self._admission.entries.pop(key, None)
 
-    def _note(self, reason: str) -> None:
-        """Add a reason why a call ran eagerly to the reports, and log it once."""
-        self._warn(f"{self.name} runs plainly: {reason}")
-        if reason not in self._bypasses and len(self._bypasses) < MOST_WARNINGS:
-            refusal = Decision("", "plain", reason)
-            report = Report(self.name, "some calls", "plain", refusals=(refusal,), versions=versions())
-            self._bypasses = {**self._bypasses, reason: report}
+    def _run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.options.strict:
+            raise TraceError(reason)
+        self.note(reason)
+        return self.model(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the model and the options, without what was compiled."""
