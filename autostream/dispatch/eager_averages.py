@@ -1,16 +1,16 @@
 """Averages of the gradients of eager steps, over the processes that share a step.
 
-    backward ends ──▶ gradients like those of an earlier one? ──yes──▶ average
+    backward ends ──▶ gradients of the same parameters as in the step before? ──yes──▶ average
                        │ no
-                       ╰─▶ do all processes have the same? ──yes──╯     no ──▶ a GroupError that names the rank
+                       ╰─▶ do all processes have these? ──yes──╯     no ──▶ a GroupError that names the rank
 
-A process with other gradients, or with one backward more, would meet a reduction of other sizes: it would get wrong
-numbers, or wait for ever. What all have agreed on once costs no more.
+A process with other gradients, or with one backward more, would meet another reduction: it would get wrong numbers, or
+wait for ever. A process that changes waits for all others to change too, so that none averages what others do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -24,6 +24,9 @@ from autostream.frontend.data_parallel import NOT_OF_A_BACKWARD, DataParallel
 from autostream.frontend.parameters import parameters_of
 from autostream.tuning.agreement import agree, check_all_there
 
+Agreed = Sequence[str]
+"""What all processes average after a backward."""
+
 
 class EagerAverages:
     """Averages gradients over a process group.
@@ -34,37 +37,50 @@ class EagerAverages:
 
     def __init__(self, data_parallel: DataParallel) -> None:
         self._data_parallel = data_parallel
-        self._agreed = set[tuple[str, ...]]()
+        self._before: list[Agreed] = []
+        """After each backward of the step before; empty if that had fewer than the one before it."""
         self._averaged = set[int]()
         """Identities of the parameters whose gradients were averaged since their optimizer stepped."""
 
-    def average(self, parameters: Iterable[Tensor], backward: int = 1) -> None:
-        """Average the gradients that these parameters have.
+    def average(self, parameters: Sequence[Tensor]) -> None:
+        """Average the gradients that these parameters have, after the only backward of a step.
 
         Args:
             parameters: in the same order in all processes.
-            backward: the number of the backward in its step.
 
         Raises:
             GroupError: another process has other gradients, or has not come here in time, or has ended.
             TargetError: one is sparse.
         """
-        trained = [each for each in dict.fromkeys(parameters) if each.requires_grad and each.grad is not None]
-        gradients = [each.grad for each in trained if each.grad is not None]
+        self._before = [self._average(dict(enumerate(dict.fromkeys(parameters))), [])]
+
+    def _average(self, parameters: Mapping[int, Tensor], earlier: Sequence[Agreed]) -> Agreed:
+        """Average the gradients of parameters, by their places among all; return what all processes agree on.
+
+        Args:
+            parameters: those that a backward may have reached.
+            earlier: what was agreed on after the earlier backwards of the step.
+        """
+        trained = {at: each for at, each in parameters.items() if each.requires_grad and each.grad is not None}
+        gradients = [each.grad for each in trained.values() if each.grad is not None]
         if any(each.layout is not torch.strided for each in gradients):
             raise TargetError("data_parallel averages no sparse gradients: make the embedding with sparse=False")
-        place = f"after backward {backward} of an eager step"
-        said = tuple(f"a gradient of {tuple(each.shape)} and {each.dtype} {place}" for each in gradients)
-        if said not in self._agreed:
+        place = f"after backward {1 + len(earlier)} of an eager step"
+        said = [
+            f"a gradient of {tuple(each.shape)} and {each.dtype}, of parameter {at}, {place}"
+            for at, each in trained.items()
+        ]
+        if [*earlier, said] != self._before[: 1 + len(earlier)]:
             agree(self._data_parallel.group, said)
-            self._agreed.add(said)
         try:
             with torch.no_grad():
-                for gradient, mean in zip(gradients, self._data_parallel.averages(gradients, trained), strict=True):
+                means = self._data_parallel.averages(gradients, [*trained.values()])
+                for gradient, mean in zip(gradients, means, strict=True):
                     gradient.copy_(mean)
         except RuntimeError as error:
             check_all_there([self._data_parallel.group], error)
             raise
+        return said
 
     @contextmanager
     def after_backwards(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
@@ -77,15 +93,13 @@ class EagerAverages:
         every = {id(each): each for each in chain.from_iterable(map(parameters_of, optimizers)) if each.requires_grad}
         order = {of: at for at, of in enumerate(every)}
         reached: list[Tensor] = []
-        backwards = 0
+        done: list[Agreed] = []
 
         def average() -> None:
-            nonlocal backwards
-            backwards += 1
-            parameters = sorted(reached, key=lambda each: order[id(each)])
+            parameters = {order[id(each)]: each for each in reached}
             reached.clear()
-            self.average(parameters, backwards)
-            self._averaged.update(map(id, parameters))
+            done.append(self._average(dict(sorted(parameters.items())), done))
+            self._averaged.update(map(id, parameters.values()))
 
         def reach(parameter: Tensor) -> None:
             if not reached:
@@ -107,5 +121,6 @@ class EagerAverages:
         try:
             yield
         finally:
+            self._before = done if len(done) >= len(self._before) else []
             for handle in handles:
                 handle.remove()

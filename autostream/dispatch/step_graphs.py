@@ -216,7 +216,7 @@ class StepGraphs:
     def _compiling(self, call: Call) -> str:
         """Which call is compiled in this process, for those who look for the one in which others differ."""
         here = f"here {self.step.name} was compiled for {described(call.tensors)}"
-        known = [report.signature for report in self.reports]
+        known = [report.signature for report in self.reports if report.signature != described(call.tensors)]
         return f"{here}, after {known[0]}: have batches of the same shapes in all processes" if known else here
 
     def _full(self, call: Call) -> str:

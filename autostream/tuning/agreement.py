@@ -170,7 +170,7 @@ def check_all_there(groups: Iterable[str], error: BaseException) -> None:
 def _first_account(group: str, gone: Sequence[int]) -> str:
     """Which processes have ended, as the first has found that found one."""
     who = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {', '.join(map(str, gone[:-1]))} and {gone[-1]}"
-    account = f"{who} of process group {group!r} ended in the middle of a step: look for the error there; {_OVER}"
+    account = f"{who} of process group {group!r} has ended: look for an error there, or for fewer steps; {_OVER}"
     known = group_named(group)
     with suppress(Exception):  # the store may have gone, too
         store = known.get_group_store()

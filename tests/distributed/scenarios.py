@@ -386,7 +386,10 @@ def other_collectives_are_refused(rank: int, processes: int, group: dist.Process
 
 
 def other_gradients_are_refused_in_eager_steps(rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    """The second process does not use a layer, or has a backward more: both say so before a reduction, and go on."""
+    """The second process does not use a layer, or uses another one of the same shape, or has a backward more.
+
+    Both say so before a reduction, and go on.
+    """
     torch.manual_seed(0)
     layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 2)]).double()
     adam = torch.optim.Adam(layers.parameters())
@@ -405,6 +408,17 @@ def other_gradients_are_refused_in_eager_steps(rank: int, processes: int, group:
     with pytest.raises(GroupError, match=r"is a gradient of \(2, 4\) .* on rank 0 and nothing on rank 1"):
         step(x, 2 - rank, 1)
     assert_alike(layers, before, 0.0)
+    twins = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)]).double()
+    sgd = torch.optim.SGD(twins.parameters(), lr=0.1)
+
+    @autostream.step(optimizers=[sgd], data_parallel=group, **STREAMED)
+    def step_of_one(x: Tensor, which: int) -> None:
+        sgd.zero_grad()
+        twins[which](x).square().mean().backward()
+        sgd.step()
+
+    with pytest.raises(GroupError, match=r"of parameter 0, .* on rank 0 and .* of parameter 2, .* on rank 1"):
+        step_of_one(x, rank)
     with pytest.raises(GroupError, match=r"on rank 0 and a gradient of .* after backward 2 of an eager step on rank 1"):
         for _ in range(2):  # the first process compiles its second step, while the other is in its first
             step(x, 2, 1 + rank)
@@ -550,7 +564,7 @@ def a_process_dies_in_a_step(rank: int, processes: int, group: dist.ProcessGroup
         step(x, y)
     if rank == processes - 1:
         os._exit(3)
-    with pytest.raises(GroupError, match=f"^rank {processes - 1} of process group .* ended in the middle of a step"):
+    with pytest.raises(GroupError, match=f"^rank {processes - 1} of process group .* has ended: look"):
         step(x, y)
 
 
