@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -833,3 +834,54 @@ def test_steps_with_habits_of_their_own_are_the_eager_ones(write: Callable[..., 
             model[0].weight.requires_grad_(False)
 
     assert_steps_alike(make, between=change, arguments=lambda at: (*batch(at), at))
+
+
+class Agent:
+    """An object whose step is scheduled, as the docs have it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 1)
+        self.adam = torch.optim.Adam(self.net.parameters(), lr=0.1)
+        self.update = autostream.step(optimizers=[self.adam], **STRICT)(self.update)  # type: ignore[method-assign]
+
+    def update(self, x: Tensor) -> Tensor:
+        self.adam.zero_grad()
+        loss = self.net(x).square().mean()
+        loss.backward()
+        self.adam.step()
+        return loss
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize(
+    "again",
+    [
+        copy.deepcopy,
+        lambda agent: pickle.loads(pickle.dumps(agent)),
+        lambda agent: pickle.loads(pickle.dumps(agent.update))._function.__self__,
+    ],
+    ids=["copied", "pickled", "pickled by its step"],
+)
+def test_an_object_with_a_step_is_copied_and_pickled_with_it(again: Callable[[Agent], Agent], steps: int) -> None:
+    """The copy trains its own weights, and as the original would."""
+    agent, x = Agent(), torch.ones(2, 3)
+    for _ in range(steps):
+        agent.update(x)
+    other = again(agent)
+    before = copy.deepcopy(agent.net.state_dict())
+    found = [other.update(x) for _ in range(3)]
+    torch.testing.assert_close(agent.net.state_dict(), before, rtol=0, atol=0)
+    torch.testing.assert_close(found, [agent.update(x) for _ in range(3)], rtol=0, atol=0)
+    torch.testing.assert_close(other.net.state_dict(), agent.net.state_dict(), rtol=0, atol=0)
+    assert "plain" not in modes(other.update)
+
+
+@autostream.step(optimizers=[torch.optim.SGD([nn.Parameter(torch.ones(1))])])
+def decorated(x: Tensor) -> Tensor:
+    return x
+
+
+def test_a_decorated_function_is_copied_and_pickled_by_reference() -> None:
+    assert copy.deepcopy(decorated) is decorated
+    assert pickle.loads(pickle.dumps(decorated)) is decorated

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from copyreg import __newobj__  # type: ignore[attr-defined]
 from functools import partial, update_wrapper
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -64,7 +66,7 @@ class StepFunction:
         data_parallel: DataParallel | None = None,
     ) -> None:
         self._function, self._optimizers = function, tuple(optimizers)
-        self._options = options
+        self._options, self._data_parallel = options, data_parallel
         self._averages = None if data_parallel is None else EagerAverages(data_parallel)
         update_wrapper(self, function)
         self._name = getattr(function, "__qualname__", type(function).__name__)
@@ -155,6 +157,20 @@ class StepFunction:
             return reports
         refusals = tuple(self._eager.values())
         return (*reports, Report(self._name, "some steps", "plain", refusals=refusals, versions=versions()))
+
+    def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
+        """Copy and pickle the step of an object with its object; the copy compiles its own graphs.
+
+        A decorated function is, as every function, copied and pickled as a reference to it.
+        """
+        if not isinstance(self._function, MethodType):
+            return self.__qualname__  # type: ignore[attr-defined, no-any-return]
+        parts = self._function.__func__, self._function.__self__, self._optimizers, self._options, self._data_parallel
+        return __newobj__, (type(self),), parts
+
+    def __setstate__(self, parts: tuple[Any, ...]) -> None:
+        function, instance, *others = parts
+        self.__init__(MethodType(function, instance), *others)  # type: ignore[misc]
 
     def __repr__(self) -> str:
         """The class with the function."""
