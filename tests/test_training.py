@@ -803,6 +803,21 @@ def test_a_loss_that_differentiates_a_gradient_runs_once_in_each_step(leaves_out
     assert modes(step) == ["forward and backward" if leaves_out else "plain"]
 
 
+def in_chunks(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Leaves gradients by a backward of its own, and one in ``.grad``, to which the step's backward adds."""
+    (mse(model, x[:1], y[:1]) / 4).backward()
+    weight = next(model.parameters())
+    weight.grad = weight.detach() / 8 + (0 if weight.grad is None else weight.grad)
+    return mse(model, x[1:], y[1:])
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"microbatches": 2, "max_norm": 0.1}], ids=["", "in parts, clipped"])
+@pytest.mark.parametrize("optimizer", [SGD, Adamax], ids=["in the graph", "after it"])
+def test_gradients_that_the_loss_function_leaves_are_added_to(optimizer: Make, kwargs: dict[str, Any]) -> None:
+    step = assert_trains_alike(Scene(mlp, partial(optimizer, lr=0.05), loss=in_chunks, kwargs=kwargs))
+    assert modes(step) == ["one stream"]
+
+
 def test_an_optimizer_that_is_hooked_later_runs_after_a_graph_of_forward_and_backward(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

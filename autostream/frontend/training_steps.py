@@ -60,6 +60,10 @@ class Differentiation(Body):
                     memory.copy_(gradient)
                     gradients[parameter] = gradients[parameter] + memory if parameter in gradients else memory
             results.append(result)
+        for parameter in trained:
+            if parameter.grad is not None:  # of a backward in loss_fn, to which that of the loss adds
+                added = gradients.get(parameter)
+                gradients[parameter] = parameter.grad.clone() if added is None else added + parameter.grad
         if self.data_parallel is not None:
             with torch.no_grad():
                 means = self.data_parallel.averages([*gradients.values()], [*gradients])
