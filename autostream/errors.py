@@ -55,8 +55,11 @@ class CaptureError(AutostreamError):
     """A schedule cannot be captured into a CUDA graph; the message names the op and the user's source line."""
 
 
-class GroupError(AutostreamError):
-    """Processes of a group would not launch the same collectives, or one is gone; the message names the rank."""
+class GroupError(AutostreamError, RuntimeError):
+    """Processes of a group would not launch the same collectives, or one is gone; the message names the rank.
+
+    What recovers from a failed collective catches a ``RuntimeError``.
+    """
 
 
 class MismatchError(AutostreamError):

@@ -32,7 +32,7 @@ from autostream.dispatch.step_graphs import Done, StepGraphs
 from autostream.dispatch.steps import Step, graphs_of
 from autostream.errors import TargetError, TraceError
 from autostream.frontend.averages import differing_buffers
-from autostream.frontend.data_parallel import DataParallel, data_parallel_of, is_replicated, share
+from autostream.frontend.data_parallel import DataParallel, data_parallel_of, replicas, share
 from autostream.frontend.losses import Loss
 from autostream.frontend.model_proxy import proxy_of
 from autostream.frontend.modules import name_of
@@ -431,7 +431,7 @@ class TrainStep:
         """The eager step, and the mode for reports. The model's calls in it are scheduled where that helps."""
         model, optimizer, loss_fn, options = self._parts
         helps = options.policy != "auto" or any(parameter.is_cuda for parameter in model.parameters())
-        scheduled = proxy_of(model, self._model) if helps and not is_replicated(model) else None
+        scheduled = proxy_of(model, self._model) if helps and not replicas(model) else None
         if scheduled is None:
             return self._step, "plain"
         return Step(Loss(loss_fn, scheduled), optimizer, options, self._step.data_parallel), _EAGER_LOSS

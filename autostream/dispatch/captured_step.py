@@ -19,7 +19,7 @@ from autostream.dispatch.step_calls import Call, Refusal, WrittenStep, call_of, 
 from autostream.errors import TraceError
 from autostream.frontend.batches import detached
 from autostream.frontend.capture import Capture
-from autostream.frontend.data_parallel import is_replicated
+from autostream.frontend.data_parallel import replicas
 from autostream.frontend.eager_only import unusual_model
 from autostream.frontend.inputs import aliases_of, described
 from autostream.frontend.step_capture import capture_step
@@ -118,7 +118,7 @@ def trace(step: WrittenStep, call: Call, device: str | None = None) -> tuple[Cap
 
 
 def _uncapturable(modules: nn.Module) -> str:
-    if is_replicated(modules):
+    if replicas(modules):
         return (
             "DistributedDataParallel averages gradients by hooks, which a graph would not call: give the model itself, "
             "and data_parallel=process_group"

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdRef
 
 from autostream.errors import TargetError, TraceError
-from autostream.frontend.data_parallel import DataParallel, is_replicated
+from autostream.frontend.data_parallel import DataParallel, replicas
 from autostream.frontend.eager_only import anomaly_detection, unusual_call, unusual_tensor
 from autostream.frontend.inputs import aliases_of
 from autostream.frontend.optimizers import Hyperparameters, groups_of, obstacle
@@ -69,7 +69,9 @@ class WrittenStep:
     ) -> None:
         self.body, self.optimizers, self.name, self.modules, self.eager = body, optimizers, name, modules, eager
         self.data_parallel, self.averaging = data_parallel, data_parallel if averages else None
-        if data_parallel is not None and is_replicated(modules()):
+        trained = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
+        replicated = chain.from_iterable(part.parameters() for part in replicas(modules()))
+        if data_parallel is not None and any(id(parameter) in trained for parameter in replicated):
             raise TargetError(
                 "DistributedDataParallel averages gradients, and data_parallel would average them again: give the "
                 "model itself (its .module), or leave data_parallel out"

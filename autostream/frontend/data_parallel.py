@@ -101,9 +101,9 @@ def data_parallel_of(group: object) -> DataParallel | None:
     return DataParallel(group.group_name, group.size(), averages_itself=dist.get_backend(group) == "nccl")
 
 
-def is_replicated(modules: nn.Module) -> bool:
-    """Whether a model, or a part of it, is in ``DistributedDataParallel``."""
-    return any(isinstance(part, nn.parallel.DistributedDataParallel) for part in modules.modules())
+def replicas(modules: nn.Module) -> list[nn.Module]:
+    """The parts of a model that are in ``DistributedDataParallel``."""
+    return [part for part in modules.modules() if isinstance(part, nn.parallel.DistributedDataParallel)]
 
 
 def share(group: dist.ProcessGroup, tensors: Iterable[Tensor]) -> None:

@@ -135,18 +135,19 @@ def agree_on(graph: OpGraph, order: Iterable[str]) -> None:
         agree(group, said)
 
 
-def agree(group: str, said: Sequence[str]) -> None:
+def agree(group: str, said: Sequence[str], limit_s: float | None = None) -> None:
     """Check that all processes of a group say the same, line by line. Each has to call this as often as the others.
 
     Args:
         group: its name; one that is not known here has no other processes.
         said: what this process would do.
+        limit_s: how long to wait for the others; ``LIMIT_S`` by default.
 
     Raises:
         GroupError: a process says something else, or nothing in time.
     """
     if processes_in(group) > 1:
-        _exchange(group, said, None)
+        _exchange(group, said, None, limit_s)
 
 
 def check_all_there(groups: Iterable[str], error: BaseException) -> None:
@@ -162,6 +163,8 @@ def check_all_there(groups: Iterable[str], error: BaseException) -> None:
     Raises:
         GroupError: a process has ended.
     """
+    if isinstance(error, GroupError):  # it says so, or something else
+        return
     for group in groups:
         if gone := gone_from(group):
             raise GroupError(_first_account(group, gone)) from error
@@ -191,13 +194,13 @@ def _wait_for_readers(store: Any, key: str, rank: int, others: Iterable[int]) ->
         store.wait([f"{key}/read by {other}" for other in others], timedelta(seconds=_READ_S))
 
 
-def _exchange(group: str, said: Sequence[str], value: Any) -> list[Json]:
+def _exchange(group: str, said: Sequence[str], value: Any, limit_s: float | None = None) -> list[Json]:
     """The values of all processes, by rank, as JSON has them, if all say the same.
 
     The first process collects them and tells the others the result, an error too: all raise the same one.
     """
-    known = group_named(group)
-    rank, end = known.rank(), time.monotonic() + LIMIT_S
+    known, limit_s = group_named(group), limit_s or LIMIT_S
+    rank, end = known.rank(), time.monotonic() + limit_s
     try:
         store = known.get_group_store()
         turn = f"autostream/{store.add(f'autostream/{rank}', 1)}"
@@ -211,14 +214,14 @@ def _exchange(group: str, said: Sequence[str], value: Any) -> list[Json]:
             return json.loads(store.get(key))
         except Exception as error:
             raise GroupError(
-                f"rank {by} of process group {group!r} has not come as far within {LIMIT_S:g} s, or is gone, while "
-                f"another one would go on with {_short(said)}: all have to compile the same steps in the same order"
+                f"rank {by} of process group {group!r} has not come as far within {limit_s:g} s, or is gone, while "
+                f"another one would go on with {_short(said)}: all have to make the same steps in the same order"
             ) from error
 
     if rank:
         told(0, f"{turn}/0", end - time.monotonic())
         # The first process waits for the others no longer than this one has waited for it; then it says who is missing.
-        fault, values = told(0, f"{turn}/result", LIMIT_S + _SPARE_S)
+        fault, values = told(0, f"{turn}/result", limit_s + _SPARE_S)
     else:
         fault, values = "", [encoded(value)]
         try:

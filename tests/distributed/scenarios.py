@@ -322,6 +322,8 @@ def what_data_parallel_does_not_take(rank: int, processes: int, group: dist.Proc
                 entry(sgd, of_first)
         else:
             entry(sgd, of_first)
+    teacher = DistributedDataParallel(nn.Linear(4, 2).double(), process_group=group)
+    autostream.step(optimizers=[sgd], data_parallel=group)(_squares(nn.ModuleList([model, teacher]), sgd))
 
 
 def gradients_that_no_backward_computed(rank: int, processes: int, group: dist.ProcessGroup) -> None:
