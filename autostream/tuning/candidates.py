@@ -40,6 +40,9 @@ _LARGE = 4000
 """Graphs with more ops than this are scheduled for every other number of streams only, since scheduling takes long. A
 search has time for few changes of them, so they are only searched with ``policy="search"``."""
 
+_MANY = 150
+"""Of graphs with more ops than this, schedules that hardly fit into the memory budget are not looked for."""
+
 _MAX_MISSES = 10
 """After so many variants in a row exceed the memory budget, no more are made: all of them may."""
 
@@ -269,8 +272,8 @@ class _Fitting:
     def _waiting(self, simulated: _Simulated, edge_us: float) -> Iterator[Candidate]:
         """The schedule with waits for memory that use up little of the launches' slack, then more and more, if it fits.
 
-        The one that uses up the most is made first: where even that does not fit, which is usual for a schedule that
-        needs much more than the budget, the others would not either, with few exceptions.
+        Of many ops, the one that uses up the most is made first: where even that does not fit, which is usual for a
+        schedule that needs much more than the budget, the others rarely do, and making them takes seconds.
         """
         schedule, timeline = simulated.candidate.schedule, simulated.timeline
         least_bytes = max(1, round(WORTH_A_WAIT * self.sequential.memory_bytes))
@@ -280,10 +283,8 @@ class _Fitting:
             return self._with_memory(self._run(waits))
 
         *less, most = SLACKS
-        smallest = waiting(most)
-        if _may_run(smallest):
-            yield from filter(_may_run, map(waiting, less))
-            yield smallest
+        if len(self.priced.graph.ops) <= _MANY or _may_run(waiting(most)):
+            yield from filter(_may_run, map(waiting, (*less, most)))
 
     def _run(self, schedule: Schedule) -> _Simulated:
         return _run(self.priced, schedule, self.sequential.captured)
