@@ -227,11 +227,20 @@ def _as_trained(costs: Costs, profile: DeviceProfile, model: nn.Module, args: Se
     """
     alone_us, edges_us = sum(cost.duration_us for cost in costs.values()), len(costs) * profile.same_stream_edge_us
     try:
-        factor = max(0.0, training_us(one_stage(model, args), args) / (1 + BACKWARD) - edges_us) / alone_us
+        factor = max(0.0, training_us(_stage_of(model, args), args) / (1 + BACKWARD) - edges_us) / alone_us
     except Exception as error:
         log.warning("times of a pipeline are those of ops alone: the model cannot be timed (%s)", first_line(error))
         return costs
     return {name: replace(cost, duration_us=factor * cost.duration_us) for name, cost in costs.items()}
+
+
+def _stage_of(model: nn.Module, args: Sequence[object]) -> nn.Module:
+    """The model as one stage; the model itself where PyTorch cannot make one."""
+    try:
+        return one_stage(model, args)
+    except Exception as error:
+        log.warning("times of a pipeline are those of the model: PyTorch makes no stage of it (%s)", first_line(error))
+        return model
 
 
 def split_chain(chain: Chain, stages: int, microbatches: int, link: Interconnect) -> Split:

@@ -29,7 +29,7 @@ def split_spec(begins: Sequence[str]) -> dict[str, Any]:
     return dict.fromkeys(begins, SplitPoint.BEGINNING)
 
 
-def one_stage(model: nn.Module, args: Sequence[object]) -> Any:
+def one_stage(model: nn.Module, args: Sequence[object]) -> nn.Module:
     """A copy of the model as ``torch.distributed.pipelining`` traces stages, which takes longer than the model itself.
 
     Args:
@@ -41,8 +41,8 @@ def one_stage(model: nn.Module, args: Sequence[object]) -> Any:
 
     Example:
         >>> import torch
-        >>> one_stage(nn.Linear(2, 2), [torch.ones(1, 2)]).num_stages
-        1
+        >>> len([*one_stage(nn.Linear(2, 2), [torch.ones(1, 2)]).parameters()])
+        2
     """
     from torch.distributed.pipelining import pipeline
 
