@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import builtins
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -280,6 +281,9 @@ def _capture_of(
     sources = [getattr(node, "_dynamo_source", None) for node in placeholders]
     if None in sources:
         raise TraceError(f"torch {torch.__version__} does not say where inputs of a captured graph come from")
+    for source in sources:
+        if not is_argument(source) and (made := re.fullmatch(r"___from_numpy\(.*?(\w+)\W*\)", source_name(source))):
+            raise TraceError(f"it reads {made[1]}, a value of NumPy's: make it a number or a tensor, as by float()")
     inputs = tuple(
         Input(node.name, source_name(source), is_argument(source), _steps(source))
         for node, source in zip(placeholders, sources, strict=True)

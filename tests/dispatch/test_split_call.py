@@ -20,6 +20,7 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 import autostream
 from autostream.dispatch import entries
 from autostream.dispatch.compiled_graph import CompiledGraph
+from autostream.errors import TraceError
 from autostream.frontend.graph_breaks import with_breaks
 from tests.data_branches import DYNAMO_WARNS, Branching, same_gradients, trained
 from tests.semantics import Model, same, t
@@ -316,6 +317,30 @@ def test_gradients_are_the_models_on_a_gpu(wrapped: bool) -> None:
     for _ in range(10):
         same_gradients(trained(model, ours), trained(plain, lambda x: plain(x.cuda())))
     assert [report.mode for report in fast.reports] == ["graph breaks"]
+
+
+@DYNAMO_WARNS
+@torch.no_grad()
+def test_a_number_of_numpys_is_named_and_may_change(caplog: pytest.LogCaptureFixture) -> None:
+    """As in ``self.scale = np.sqrt(64)``: Dynamo makes a new tensor of it in each call."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(4, 4), np.sqrt(64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) / self.scale  # type: ignore[no-any-return]
+
+    model, x = Scaled(), torch.ones(2, 4)
+    fast = autostream.optimize(model, policy="critical_path")
+    for scale in (np.sqrt(64), np.sqrt(64), np.float32(2), 3.0):
+        model.scale = scale
+        same(fast(x), model(x))
+    assert "it reads scale, a value of NumPy's: make it a number or a tensor" in caplog.text
+    model.scale = np.sqrt(64)
+    with pytest.raises(TraceError, match="it reads scale, a value of NumPy's"):
+        autostream.optimize(model, strict=True)(x)
 
 
 class Warns(nn.Module):
