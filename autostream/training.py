@@ -33,6 +33,7 @@ from autostream.dispatch.steps import Step, graphs_of
 from autostream.errors import TargetError, TraceError
 from autostream.frontend.averages import differing_buffers
 from autostream.frontend.data_parallel import DataParallel, data_parallel_of, replicas, share
+from autostream.frontend.dynamo import graph_break
 from autostream.frontend.losses import Loss
 from autostream.frontend.model_proxy import proxy_of
 from autostream.frontend.modules import name_of
@@ -308,8 +309,9 @@ class TrainStep:
         self._latest: StepGraphs | None = None
         """What ran the latest step. If it was forward and backward, their fast path is tried before the whole step."""
 
+    @graph_break
     def __call__(self, *batch: Any) -> Any:
-        """Run a step; returns what ``loss_fn`` returns, detached.
+        """Run a step; returns what ``loss_fn`` returns, detached. It is a graph break of ``torch.compile``.
 
         Raises:
             TargetError: the loss is not a scalar that depends on a parameter, the batch cannot be divided into equal

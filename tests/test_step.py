@@ -885,3 +885,33 @@ def decorated(x: Tensor) -> Tensor:
 def test_a_decorated_function_is_copied_and_pickled_by_reference() -> None:
     assert copy.deepcopy(decorated) is decorated
     assert pickle.loads(pickle.dumps(decorated)) is decorated
+
+
+@pytest.mark.parametrize("decorates", [True, False], ids=["step", "train_step"])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_step_is_a_graph_break_of_what_compiles_its_caller(decorates: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()  # type: ignore[no-any-return]
+
+    def written(x: Tensor) -> Tensor:
+        sgd.zero_grad()
+        loss = loss_of(net, x)
+        loss.backward()
+        sgd.step()
+        return loss
+
+    decorated, made = autostream.step(optimizers=[sgd], **STRICT), autostream.train_step(net, sgd, loss_of, **STRICT)
+    step: Any = decorated(written) if decorates else made
+
+    def epoch(batches: Tensor) -> Tensor:
+        return torch.stack([step(batch) * 2 for batch in batches])
+
+    batches, before = torch.ones(4, 2, 3), copy.deepcopy(net.state_dict())
+    expected = epoch(batches)
+    net.load_state_dict(before)
+    torch.testing.assert_close(torch.compile(epoch, backend="eager")(batches), expected)
+    assert modes(step) == ["one stream"]

@@ -54,6 +54,18 @@ def converts(loss: Tensor, other: Optimizer) -> None:
     loss.detach().numpy()
 
 
+OTHER = torch.optim.SGD([nn.Parameter(torch.ones(3))])
+
+
+@autostream.step(optimizers=[OTHER])
+def another_step(loss: Tensor) -> Tensor:
+    return loss * 2
+
+
+def calls_another_step(loss: Tensor, other: Optimizer) -> None:
+    another_step(loss)
+
+
 def steps_another(loss: Tensor, other: Optimizer) -> None:
     other.step()
 
@@ -129,6 +141,7 @@ REASONS: dict[Callable[..., Any], str] = {
     prints_a_text: "it prints or logs: return what it says.*print(f",
     logs: "it prints or logs: return what it says.*logging.getLogger",
     converts: "it calls numpy() of a tensor: return the tensor.*loss.detach().numpy()",
+    calls_another_step: "not traced, such as another step: call it before or after .*another_step(loss)",
     steps_another: "an optimizer that is not in the list: add it to optimizers=.*other.step()",
     scales_another: "an optimizer that is not in the list: add it to optimizers=.*SCALER.step(other)",
     scales_in_its_own_way: "a scaler that is none of PyTorch's.*OWN.scale(loss)",

@@ -26,6 +26,7 @@ from autostream.dispatch.step_calls import WrittenStep
 from autostream.dispatch.step_graphs import Done, StepGraphs
 from autostream.errors import TargetError
 from autostream.frontend.data_parallel import DataParallel, data_parallel_of
+from autostream.frontend.dynamo import graph_break
 from autostream.frontend.losses import modules_in
 from autostream.frontend.optimizers import note_step
 from autostream.frontend.parameters import stateless
@@ -79,8 +80,9 @@ class StepFunction:
         self._lock = lock_of(self)
         """Steps write the same tensors, so those of several threads run one after the other."""
 
+    @graph_break
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step; returns what the function returns, detached."""
+        """Run a step; returns what the function returns, detached. It is a graph break of ``torch.compile``."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self(*args, **kwargs)

@@ -29,7 +29,7 @@ from autostream.frontend.attention_fast_path import use_attention_fast_path
 from autostream.frontend.attention_masks import simplify_masks
 from autostream.frontend.decompositions import SPLIT_CONVOLUTIONS
 from autostream.frontend.dropouts import drop_idle_dropouts
-from autostream.frontend.dynamo import compile_lock, compile_session
+from autostream.frontend.dynamo import compile_lock, compile_session, graph_break
 from autostream.frontend.eager_only import unusual_memory
 from autostream.frontend.inputs import names_like
 from autostream.frontend.saved_tensors import call_keeping_errors
@@ -270,8 +270,7 @@ class _Halves:
 
         lazy = _Lazy(lambda values, shared: self._make(module, self._names(values, shared), half="backward"))
         # Behind a graph break, the user's code runs the backward, where Dynamo would compile what is called in it.
-        disabled: Callable[..., Any] = torch.compiler.disable(_boxed(run))  # type: ignore[no-untyped-call]
-        return disabled
+        return graph_break(_boxed(run))
 
     def _names(self, values: Sequence[Any], shared: frozenset[int] = frozenset()) -> list[tuple[Role, str]]:
         """Roles and names of inputs: activations in the forward's memory are static inputs, as weights are."""

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -86,6 +86,20 @@ def leaves_out_functions() -> bool:
     from torch._dynamo import config
 
     return any(getattr(config, f"{kind}_logging_functions", ()) for kind in ("ignore", "reorderable"))
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def graph_break(function: Function) -> Function:
+    """The function as a graph break: where ``torch.compile`` traces what calls it, it runs as it is.
+
+    Example:
+        >>> graph_break(abs)(-1)
+        1
+    """
+    disabled: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 def compile_lock() -> AbstractContextManager[Any]:
