@@ -54,18 +54,6 @@ def converts(loss: Tensor, other: Optimizer) -> None:
     loss.detach().numpy()
 
 
-OTHER = torch.optim.SGD([nn.Parameter(torch.ones(3))])
-
-
-@autostream.step(optimizers=[OTHER])
-def another_step(loss: Tensor) -> Tensor:
-    return loss * 2
-
-
-def calls_another_step(loss: Tensor, other: Optimizer) -> None:
-    another_step(loss)
-
-
 def steps_another(loss: Tensor, other: Optimizer) -> None:
     other.step()
 
@@ -141,7 +129,6 @@ REASONS: dict[Callable[..., Any], str] = {
     prints_a_text: "it prints or logs: return what it says.*print(f",
     logs: "it prints or logs: return what it says.*logging.getLogger",
     converts: "it calls numpy() of a tensor: return the tensor.*loss.detach().numpy()",
-    calls_another_step: "not traced, such as another step: call it before or after .*another_step(loss)",
     steps_another: "an optimizer that is not in the list: add it to optimizers=.*other.step()",
     scales_another: "an optimizer that is not in the list: add it to optimizers=.*SCALER.step(other)",
     scales_in_its_own_way: "a scaler that is none of PyTorch's.*OWN.scale(loss)",
@@ -305,3 +292,17 @@ def test_autocast_is_in_the_graph_wherever_it_is(around: str) -> None:
         torch.testing.assert_close(step(x), eager(x).detach(), rtol=0, atol=1e-6)
         torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=1e-6)
     assert [report.mode for report in step.reports] == ["one stream"]
+
+
+def test_a_step_that_calls_another_one_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    update, _, (sgd, _) = made(branches)
+    inner = autostream.step(optimizers=[sgd], **QUICK)(update)
+
+    @autostream.step(optimizers=[torch.optim.SGD([weight := nn.Parameter(torch.ones(3))])], **QUICK)
+    def outer(x: Tensor) -> Tensor:
+        (weight * x).sum().backward()
+        return inner(x)  # type: ignore[no-any-return]
+
+    for _ in range(3):
+        outer(torch.ones(2, 3, dtype=torch.double))
+    assert re.search(r"which cannot be captured: call it before or after \(.*return inner\(x\)", caplog.text)

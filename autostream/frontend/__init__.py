@@ -25,6 +25,7 @@ File                   Interface                                          Where 
 ..                     ``mark_tag_safe_root``: guards that are skipped    none is skipped: checks are slower
 ..                     ``obj_weakref``, ``TensorWeakRef`` of guards       ``swap_tensors`` refuses the tensors
 ``dynamo.py``          ``torch._dynamo.config``                           a setting that is missing is left out
+..                     ``torch._disable_dynamo``                          what calls a step traces it
 ..                     ``convert_frame.compile_lock``                     no lock: only one thread may compile
 ..                     ``torch.compiler._is_compiling_flag``              no fallback
 ..                     ``dynamo_timed``, ``get_metrics_context``          a ``TraceError`` names it

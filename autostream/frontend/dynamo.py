@@ -94,11 +94,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def graph_break(function: Function) -> Function:
     """The function as a graph break: where ``torch.compile`` traces what calls it, it runs as it is.
 
+    Unlike ``torch.compiler.disable``, this imports Dynamo in the first call only, as optimizers of PyTorch do.
+
     Example:
-        >>> graph_break(abs)(-1)
-        1
+        >>> graph_break(lambda x: x + 1)(1)
+        2
     """
-    disabled: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    disabled: Function = getattr(torch, "_disable_dynamo", lambda function: function)(function)
     return disabled
 
 

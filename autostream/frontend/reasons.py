@@ -118,8 +118,6 @@ _WORDS = {
     r"graph_break\(\)[\s\S]*optim.optimizer\.py": "it steps an optimizer that is not in the list: add it to "
     "optimizers=[...]",
     r"requires_grad_\(\) call|setattr\(\) on Tensor\.requires_grad": "it sets requires_grad: do that between calls",
-    r"torch\.compiler\.disable\(\)`": "it calls a function that is not traced, such as another step: call it before "
-    "or after",
     r"context: builtin (\w+)": _CALLS,
     r"qualname: ([\w.]+)": _CALLS,
 }
