@@ -69,15 +69,19 @@ class WrittenStep:
     ) -> None:
         self.body, self.optimizers, self.name, self.modules, self.eager = body, optimizers, name, modules, eager
         self.data_parallel, self.averaging = data_parallel, data_parallel if averages else None
-        trained = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
-        replicated = chain.from_iterable(part.parameters() for part in replicas(modules()))
-        if data_parallel is not None and any(id(parameter) in trained for parameter in replicated):
+        if data_parallel is not None and _averages_itself(modules(), optimizers):
             raise TargetError(
                 "DistributedDataParallel averages gradients, and data_parallel would average them again: give the "
                 "model itself (its .module), or leave data_parallel out"
             )
         self.updated = optimizers if updates else ()
         self.hyperparameters = [Hyperparameters(optimizer) for optimizer in self.updated]
+
+
+def _averages_itself(modules: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
+    """Whether ``DistributedDataParallel`` averages the gradients of a parameter that these optimizers train."""
+    trained = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
+    return any(id(parameter) in trained for part in replicas(modules) for parameter in part.parameters())
 
 
 class Key(NamedTuple):
