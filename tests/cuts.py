@@ -57,7 +57,7 @@ def over_devices(graph: OpGraph, devices: Callable[[Op], str], copies: Refused) 
 def cut_everything(graph: OpGraph) -> tuple[Part, ...]:
     """The parts of a graph, also small ones: one for each change between capturable ops and others."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autostream.scheduling.cut._is_worth_a_graph", lambda graph, part: True)
+        patch.setattr("autostream.scheduling.cut._is_worth_a_graph", lambda graph, part, several: True)
         return cut(graph)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autostream
 from autostream.errors import TargetError
+from autostream.ir import Role
 from tests.cuts import let_be_placed_by_dtype
 from tests.in_one_place import InOnePlace
 from tests.semantics import same
@@ -131,6 +132,27 @@ def test_the_first_device_computes_the_next_microbatch_while_the_second_has_the_
     ]
     order = "".join(letters.get((op.device, op.target.split(".")[1]), "") for op in ops)
     assert order == "ffLffLbLbLbb"  # a loss with its backward has as many ops as three forwards
+
+
+def test_parts_read_all_but_the_batch_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations, what comes from the other device, sums of gradients, the optimizer's state: nothing is copied in."""
+    let_be_placed_by_dtype(monkeypatch)
+    copied: list[list[torch.Size]] = []
+
+    class Counting(InOnePlace):
+        def __init__(self, module: Any, names: Any, *args: Any, may_cut: bool = True, **kwargs: Any) -> None:
+            super().__init__(module, names, *args, may_cut=may_cut, **kwargs)
+            taken = zip(module.graph.find_nodes(op="placeholder"), names, strict=True)
+            if not may_cut:  # a section
+                copied.append([node.meta["val"].shape for node, (role, _) in taken if role is Role.INPUT])
+
+    monkeypatch.setattr("autostream.dispatch.compiled_graph.CompiledGraph", Counting)
+    model = TwoStages()
+    step = autostream.train_step(model, sgd(model), loss_fn, microbatches=4)
+    for seed in range(2):
+        step(*batch(seed))
+    assert len(copied) > 8
+    assert {shape for section in copied for shape in section} == {torch.Size([16, 8])}
 
 
 def test_a_batch_that_does_not_divide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

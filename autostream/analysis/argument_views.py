@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from torch import fx
+from collections.abc import Container
+
+from torch import Tensor, fx
 
 from autostream.analysis.effects import effects_of
 
 
-def argument_views(graph: fx.Graph) -> frozenset[str]:
+def argument_views(graph: fx.Graph, others: Container[str] = ()) -> frozenset[str]:
     """The names of the nodes that are certainly views of arguments, and of ``get_attr`` nodes.
 
     Ops like ``reshape`` that may copy are left out: a copy of a tensor that is mutated later keeps the old values.
 
     Args:
         graph: the graph of a traced program.
+        others: the names of nodes of which views are wanted, too.
 
     Example:
         >>> import torch
@@ -27,13 +30,18 @@ def argument_views(graph: fx.Graph) -> frozenset[str]:
     """
     views = set[fx.Node]()
     for node in graph.nodes:
-        if node.op == "get_attr" or (node.op == "call_function" and _is_view(node, views)):
+        if node.op == "get_attr" or (node.op == "call_function" and _is_view(node, views, others)):
             views.add(node)
     return frozenset(node.name for node in views)
 
 
-def _is_view(node: fx.Node, views: set[fx.Node]) -> bool:
+def _is_view(node: fx.Node, views: set[fx.Node], others: Container[str]) -> bool:
     effects = effects_of(node)
     if effects.launches or effects.may_copy or not node.all_input_nodes:
         return False
-    return all(source.op == "placeholder" or source in views for source in node.all_input_nodes)
+
+    def has_views(source: fx.Node) -> bool:
+        other = source.name in others and isinstance(source.meta["val"], Tensor)  # the parts of a tuple are no views
+        return source.op == "placeholder" or source in views or other
+
+    return all(map(has_views, node.all_input_nodes))

@@ -97,7 +97,8 @@ class Sections:
         options: Options,
         make_section: MakeSection,
     ) -> None:
-        whole = split_program(program, graph, parts, bound, argument_views(program.module.graph))
+        copied = {op.name for op in graph.ops.values() if op.crosses == "peer"}
+        whole = split_program(program, graph, parts, bound, argument_views(program.module.graph, copied))
         self.graph, self.module = graph, whole.module
         self._program, self._bound = program, bound
         self._refusals = capture_refusals(graph)

@@ -5,7 +5,9 @@ parts need::
 
     x ──▶ part_0 ──▶ getitem ──▶ part_1 ──▶ …        getitem: one for each value that part_0 returns
 
-Views of arguments and submodules belong to no part: each part that uses one has a copy of the node.
+Views of arguments and submodules belong to no part: each part that uses one has a copy of the node. So it is with views
+of copies from one device to another, which run beside parts. What an op writes in place and returns is what it wrote:
+other parts take that, which may be an argument that stays where it is.
 
 Copies to and from the host that run beside other parts (:mod:`~autostream.runtime.host_copies`) are not in a submodule.
 The part that produces the source of a copy ends before it, and the destination is allocated there::
@@ -33,7 +35,7 @@ from autostream.ir import Op, OpGraph, Placeholder, Program, Role
 from autostream.runtime import host_copies
 from autostream.runtime.lower import storages_of
 from autostream.scheduling.cut import Part
-from autostream.utils.operators import base_name, bound_arguments
+from autostream.utils.operators import base_name, bound_arguments, written_and_returned
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +83,25 @@ def split_program(
         graph: its ops.
         parts: at least one; what :func:`~autostream.scheduling.cut.cut` returned for it.
         bound: which of the program's arguments stay at their addresses from call to call.
-        views: nodes that are views of arguments, or submodules.
+        views: nodes that are views of arguments or of copies between devices, or submodules.
     """
-    writer = _Writer(program, graph, parts, bound, views)
+    module = fx.GraphModule(program.module, _with_written(program.module.graph, graph.ops))
+    writer = _Writer(replace(program, module=module), graph, parts, bound, views)
     sections = tuple(map(writer.section, range(len(parts))))
     called = {section.name: section.program.module for section in sections if not section.beside}
     return SplitProgram(writer.whole(called), sections)
+
+
+def _with_written(graph: fx.Graph, ops: Mapping[str, Op]) -> fx.Graph:
+    """The same graph, where what an op on a device writes in place and returns is used instead of the op's result."""
+    written = copy.deepcopy(graph)
+    for node in written.nodes:
+        in_place = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
+        if in_place and node.name in ops and not ops[node.name].crosses:
+            argument = written_and_returned(node, node.target)
+            if argument is not None:
+                node.replace_all_uses_with(argument)
+    return written
 
 
 def excerpt(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node], results: Iterable[fx.Node]) -> fx.Graph:
@@ -168,7 +183,11 @@ class _Writer:
         placeholders = original.find_nodes(op="placeholder")
         self._bound = {node for node, stays in zip(placeholders, bound, strict=True) if stays}
         self._position = {node: at for at, node in enumerate(original.nodes)}
-        nodes = [[by_name[name] for op in part.ops for name in graph.ops[op].nodes] for part in parts]
+
+        def nodes_of(op: Op) -> list[fx.Node]:
+            return [by_name[name] for name in op.nodes if not (op.crosses == "peer" and name in views)]
+
+        nodes = [[node for op in part.ops for node in nodes_of(graph.ops[op])] for part in parts]
         in_parts = set(chain.from_iterable(nodes))
         self._copied = {node for node in original.nodes if node.name in views and node not in in_parts}
         # Other nodes of the prelude come before all ops, since an op may write what they read.
@@ -259,7 +278,10 @@ class _Writer:
 
     def _is_result(self, node: fx.Node) -> bool:
         """Whether a node is used outside of the part that computes it."""
-        return any(user is self._output or self._parts_of[user] - self._parts_of[node] for user in node.users)
+        return any(
+            user is self._output or user in self._copied or self._parts_of[user] - self._parts_of[node]
+            for user in node.users
+        )
 
     def _copied_for(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """The nodes that each part copies, of which these nodes use some, in program order."""

@@ -39,7 +39,7 @@ other ops are launched before the copy.
 
 A captured part needs launches of its own: its replay, one that copies inputs and results of other parts in, one for
 each storage that other parts read or that is returned, and one that copies back what it wrote to its inputs. A part
-with no more ops than that runs eagerly.
+with no more ops than that runs eagerly. Over several devices, results of other parts are read where these leave them.
 
 Ops on the host that compute from literals alone are in each part that needs their results: a graph takes no tensor in
 the host's memory as an input, but may hold one that is the same in every run.
@@ -102,11 +102,11 @@ def cut(graph: OpGraph, duration_us: Mapping[str, float] = MappingProxyType({}))
         >>> cut(whole)
         (Part(ops=('a', 'b', 'c'), device='cuda:0', beside=False),)
     """
-    eager = _eager(graph)
+    eager, several = _eager(graph), any(op.crosses == "peer" for op in graph.ops.values())
     literals = [op for op in _literals(graph) if op not in eager]
     others = [at for at, op in enumerate(graph.ops) if op not in set(literals)]
     parts = [
-        (priority, part if _is_worth_a_graph(graph, part) else replace(part, device=""))
+        (priority, part if _is_worth_a_graph(graph, part, several) else replace(part, device=""))
         for priority, part in (
             _turns(graph, others, duration_us)
             if _take_turns(graph, others, eager)
@@ -299,15 +299,18 @@ def _changes(graph: OpGraph, positions: Sequence[int], kinds: Mapping[int, _Kind
     return changes
 
 
-def _is_worth_a_graph(graph: OpGraph, part: Part) -> bool:
-    """Whether a part has more launches than its replay needs."""
-    ops = set(part.ops)
+def _is_worth_a_graph(graph: OpGraph, part: Part, several: bool) -> bool:
+    """Whether a part has more launches than its replay needs; over several devices, values stay where they are."""
+    ops, of_others = set(part.ops), {Role.INPUT} if several else {Role.INPUT, Role.INTERMEDIATE}
     allocated = {storage for op in part.ops for storage in graph.ops[op].allocates}
     used = [storage for name, storage in graph.storages.items() if not ops.isdisjoint(graph.users[name])]
-    entering = [s for s in used if s.name not in allocated and s.role in (Role.INPUT, Role.INTERMEDIATE) and s.bytes]
-    leaving = [
-        s for s in used if s.name in allocated and s.bytes and (s.escapes or not ops.issuperset(graph.users[s.name]))
-    ]
+    entering = [s for s in used if s.name not in allocated and s.role in of_others and s.bytes]
+
+    def leaves(storage: Storage) -> bool:
+        others = (user for user in graph.users[storage.name] if user not in ops)
+        return storage.escapes or any(not several or graph.ops[user].crosses for user in others)
+
+    leaving = [s for s in used if s.name in allocated and s.bytes and leaves(s)]
     written = {storage for op in part.ops for storage in graph.ops[op].writes}
     returned = any(_names(storage) & written for storage in entering)
     return len(part.ops) > 1 + bool(entering) + len(leaving) + returned

@@ -41,6 +41,26 @@ def written_names(target: OpOverload) -> tuple[str, ...]:
     return tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
+def written_and_returned(node: fx.Node, target: OpOverload) -> fx.Node | None:
+    """The argument that a call writes in place and returns, by its schema; ``None`` if it returns something else.
+
+    Example:
+        >>> from torch import fx, ops
+        >>> graph = fx.Graph()
+        >>> x = graph.placeholder("x")
+        >>> add, plus = ops.aten.add_.Scalar, ops.aten.add.Scalar
+        >>> written_and_returned(graph.call_function(add, (x, 1)), add)
+        x
+        >>> print(written_and_returned(graph.call_function(plus, (x, 1)), plus))
+        None
+    """
+    returns = [result.alias_info for result in target._schema.returns]
+    if len(returns) != 1 or returns[0] is None or not returns[0].is_write:
+        return None
+    (written,) = written_names(target)
+    return bound_arguments(node, target)[written]  # type: ignore[no-any-return]
+
+
 def written_arguments(node: fx.Node, target: OpOverload) -> list[fx.Node]:
     """The nodes that a call mutates, by its schema, including those in lists.
 

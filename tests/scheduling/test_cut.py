@@ -90,6 +90,16 @@ def test_a_part_with_no_more_launches_than_its_replay_needs_runs_eagerly() -> No
     assert words(cut(replace(graph, storages=empty))) == "[abc] X", "nor are empty storages"
 
 
+def test_over_several_devices_parts_read_results_where_others_leave_them() -> None:
+    r"""No launch for any of a ... d, which f uses: the input is copied in, the graph is replayed, d is copied out.
+
+    a ─ b ─ c ─ d ─ C ─ e ─ B ─ f
+     ╲___╲___╲___╲_____________/
+    """
+    edges = "a-b b-c c-d d-C C-e e-B B-f a-f b-f c-f d-f"
+    assert words(cut(on_two_devices(edges, second="Ce", copies="CB"))) == "[abcd] CeBf"
+
+
 def literal(name: str, **fields: object) -> Op:
     return op(name, device="cpu", **fields)
 
