@@ -136,6 +136,38 @@ def effects_of(node: fx.Node) -> Effects:
     return _opaque_effects(node)
 
 
+def argument_views(graph: fx.Graph) -> frozenset[str]:
+    """The names of the nodes that are certainly views of arguments, and of ``get_attr`` nodes.
+
+    Ops like ``reshape`` that may copy are left out: a copy of a tensor that is mutated later keeps the old values.
+
+    Args:
+        graph: the graph of a traced program.
+
+    Example:
+        >>> import torch
+        >>> graph = fx.Graph()
+        >>> x = graph.placeholder("x")
+        >>> view = graph.call_function(torch.ops.aten.t.default, (x,))
+        >>> copy = graph.call_function(torch.ops.aten.ravel.default, (x,))
+        >>> x.meta["val"] = view.meta["val"] = copy.meta["val"] = torch.ones(2)
+        >>> argument_views(graph)
+        frozenset({'t_default'})
+    """
+    views = set[fx.Node]()
+    for node in graph.nodes:
+        if node.op == "get_attr" or (node.op == "call_function" and _is_argument_view(node, views)):
+            views.add(node)
+    return frozenset(node.name for node in views)
+
+
+def _is_argument_view(node: fx.Node, views: set[fx.Node]) -> bool:
+    effects = effects_of(node)
+    if effects.launches or effects.may_copy or not node.all_input_nodes:
+        return False
+    return all(source.op == "placeholder" or source in views for source in node.all_input_nodes)
+
+
 def only_checks(node: fx.Node) -> bool:
     """Whether a node only raises an error for some values of its arguments.
 
