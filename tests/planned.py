@@ -19,7 +19,7 @@ from autostream.fusion.inductor import fuse
 from autostream.ir import OpGraph, Program, Role, Schedule
 from autostream.runtime.cuda_graph import FlatFunction
 from autostream.runtime.lower import lower
-from autostream.runtime.runs import UncastRun, uncaptured
+from autostream.runtime.runs import uncaptured, uncast
 from autostream.scheduling.arena import place_storages
 from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.releases import place_releases
@@ -74,7 +74,7 @@ class Planned:
     def run(self, lowered: fx.GraphModule, streams: int) -> FlatFunction:
         """A function that runs a lowered graph without a CUDA graph."""
         run = uncaptured(lowered, self.program.device, streams)
-        return UncastRun(run) if self.program.level == "inductor" else run
+        return uncast(run) if self.program.level == "inductor" else run
 
     @torch.no_grad()
     def expected(self) -> tuple[tuple[Tensor, ...], ...]:

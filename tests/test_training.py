@@ -1170,6 +1170,17 @@ def test_a_step_can_be_called_in_any_mode_of_autograd() -> None:
     assert modes(step) == ["one stream"]
 
 
+def test_parameters_that_a_loss_refers_to_are_trained() -> None:
+    model, head = mlp().double(), nn.Linear(4, 4).double()
+    optimizer = SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    step = train_step(model, optimizer, lambda model, x, y: F.mse_loss(head(model(x)), y), policy="sequential")
+    for _ in range(2):
+        before = head.weight.detach().clone()
+        step(*ROWS[0])
+        assert not torch.equal(head.weight, before)
+    assert modes(step) == ["one stream"]
+
+
 def test_parameters_that_the_model_does_not_have_are_refused() -> None:
     model, _, step = small(2)
     with pytest.raises(TargetError, match=r"1 of the optimizer's 1 parameters \(of shape 3x2\) are not the model's"):

@@ -13,13 +13,13 @@ A call without a schema is assumed to read and write all of its arguments.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from autostream.analysis.capturability import opaque_refusal_of, refusal_of
@@ -134,6 +134,45 @@ def effects_of(node: fx.Node) -> Effects:
     if _computes_on_host(node):
         return Effects(reads=_inputs(node), launches=False)
     return _opaque_effects(node)
+
+
+def argument_views(graph: fx.Graph, others: Container[str] = ()) -> frozenset[str]:
+    """The names of the nodes that are certainly views of arguments, and of ``get_attr`` nodes.
+
+    Ops like ``reshape`` that may copy are left out: a copy of a tensor that is mutated later keeps the old values.
+
+    Args:
+        graph: the graph of a traced program.
+        others: the names of nodes of which views are wanted, too.
+
+    Example:
+        >>> import torch
+        >>> graph = fx.Graph()
+        >>> x = graph.placeholder("x")
+        >>> view = graph.call_function(torch.ops.aten.t.default, (x,))
+        >>> copy = graph.call_function(torch.ops.aten.ravel.default, (x,))
+        >>> x.meta["val"] = view.meta["val"] = copy.meta["val"] = torch.ones(2)
+        >>> argument_views(graph)
+        frozenset({'t_default'})
+    """
+    views = set[fx.Node]()
+    for node in graph.nodes:
+        if node.op == "get_attr" or (node.op == "call_function" and _is_view_of(node, views, others)):
+            views.add(node)
+    return frozenset(node.name for node in views)
+
+
+def _is_view_of(node: fx.Node, views: Set[fx.Node], others: Container[str]) -> bool:
+    """Whether a node is certainly a view of an argument, of one of these views, or of one of the others."""
+    effects = effects_of(node)
+    if effects.launches or effects.may_copy or not node.all_input_nodes:
+        return False
+
+    def has_views(source: fx.Node) -> bool:
+        other = source.name in others and isinstance(value_of(source), Tensor)  # the parts of a tuple are no views
+        return source.op == "placeholder" or source in views or other
+
+    return all(map(has_views, node.all_input_nodes))
 
 
 def only_checks(node: fx.Node) -> bool:

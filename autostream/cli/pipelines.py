@@ -1,4 +1,7 @@
-"""``autostream schedule TARGET --stages N``, or ``report``: a model over several devices that need not be here."""
+"""A model over several devices, or a step in several processes, that need not be here.
+
+``autostream schedule TARGET --stages N``, or ``report``; ``autostream schedule TARGET --world N``.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,11 @@ each for --world)""",
     ),
 )
 """Arguments of a pipeline."""
+
+WORLD = argument(
+    "--world", type=whole, metavar="N", help="plan a training step as one of N data-parallel processes, one a device"
+)
+"""The argument of a step in several processes."""
 
 
 def compared(

@@ -18,11 +18,10 @@ import torch
 from torch import nn
 
 from autostream import pipeline
-from autostream.cli import pipelines, scaling, zoo
+from autostream.cli import pipelines, zoo
 from autostream.cli.arguments import how_many, names, whole
 from autostream.cli.command import Argument, Command, argument
-from autostream.cli.pipelines import PIPELINE
-from autostream.cli.scaling import WORLD
+from autostream.cli.pipelines import PIPELINE, WORLD
 from autostream.cli.shared import DISABLED, JSON, PLANNING, TARGET
 from autostream.cli.targets import Step, parse_device, parse_input, prepare
 from autostream.cli.terminal import message, progress, require_writable, show
@@ -37,12 +36,13 @@ from autostream.frontend.trial import check_call
 from autostream.ir import DeviceProfile, Program
 from autostream.options import Options
 from autostream.pipeline import lowered, program_of
-from autostream.reporting import dot, stages, svg, text, timeline
+from autostream.reporting import dot, scaling, stages, text, timeline
 from autostream.reporting import pipelines as pipeline_text
 from autostream.reporting.ops import COLUMNS, USUAL, Selection
 from autostream.reporting.page import assemble
 from autostream.reporting.page import pipelines as pipeline_page
 from autostream.reporting.report import Report
+from autostream.scaling import scaled
 from autostream.scheduling.microbatches import Comparison
 
 _OPTIONS = ("policy", "streams", "costs", "kernels", "tuning_seconds", "memory_budget", "seed")
@@ -102,7 +102,9 @@ def _run_processes(arguments: argparse.Namespace) -> int:
     with fake_processes(arguments.world) as group, _planning(arguments) as (step, batch, profile):
         if isinstance(step, nn.Module):
             raise TargetError(f"{arguments.target} is a model: --world plans a training step, (step, batch)")
-        shown = scaling.planned(arguments, step, batch, options, profile, group)
+        links = None if arguments.interconnect is None else (arguments.interconnect,)
+        found = scaled(step, batch, options, profile, group, links)
+        shown = scaling.to_json(found) if arguments.form == "json" else scaling.render(found)
     show(shown, arguments.out, report=arguments.form == "text")
     return 0
 
@@ -245,7 +247,7 @@ def _dot(plan: Plan, selection: Selection) -> str:
 
 
 def _svg(plan: Plan, selection: Selection) -> str:
-    return svg.render(_dot(plan, selection))
+    return dot.svg(_dot(plan, selection))
 
 
 def _trace(report: Report) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -246,12 +245,8 @@ def _bandwidth(properties: Any) -> float:
 
 
 def _per_clock(major: int, minor: int) -> _Peaks:
-    return _PER_CLOCK[_known(_PER_CLOCK, major, minor)]
-
-
-def _known(capabilities: Iterable[tuple[int, int]], major: int, minor: int) -> tuple[int, int]:
-    """The newest known architecture that is not newer than this one."""
-    return max(known for known in capabilities if known <= (major, minor))
+    """Those of the newest known architecture that is not newer than this one."""
+    return _PER_CLOCK[max(known for known in _PER_CLOCK if known <= (major, minor))]
 
 
 def _cpu() -> DeviceProfile:

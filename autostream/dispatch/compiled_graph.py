@@ -132,18 +132,7 @@ class CompiledGraph(SharingCallable):
         return not has_attributes and list(names) == self._names and self._module.code == module.code
 
     def share_outputs(self, values: Sequence[Any], indices: frozenset[int], *, aliased: bool = False) -> frozenset[int]:
-        """Return the outputs with these indices from now on where the CUDA graph computes them, without a copy.
-
-        The next replay overwrites them. No other model's graphs may be in its memory pool.
-
-        Args:
-            values: inputs of the signature that this is for.
-            indices: of outputs.
-            aliased: whether several of them may share memory.
-
-        Returns:
-            The indices of the outputs that are shared.
-        """
+        """See :class:`SharingCallable`. No other model's graphs may be in its memory pool."""
         signature = self.signature(values)
         scheduled = None if signature is None else signature.scheduled
         return frozenset() if scheduled is None else scheduled.share_outputs(indices, aliased=aliased)

@@ -121,12 +121,7 @@ class PaddingDispatcher(Dispatcher):
     def static_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments, with the static inputs of the captured graph, which have the bucket's size, for the tensors.
 
-        Returns:
-            ``(args, kwargs)``; the same tensors as given if nothing is captured.
-
-        Raises:
-            TargetError: the model itself fails at them.
-            TraceError: with ``strict=True``, the model cannot be captured.
+        See :meth:`Dispatcher.static_inputs`.
         """
         padding = self._padding(args, kwargs)
         if padding is None:

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autostream.analysis.argument_views import argument_views
 from autostream.analysis.dependencies import analyze
+from autostream.analysis.effects import argument_views
 from autostream.dispatch.optimized_callable import MakeSection, SharingCallable
 from autostream.ir import OpGraph, Program
 from autostream.options import Options

@@ -111,19 +111,15 @@ def _constant(mask: fx.Node) -> Tensor | None:
 
 def _ancestors(mask: fx.Node) -> list[fx.Node] | None:
     """The nodes that a mask is computed from, itself the last; ``None`` if it depends on more than constants."""
-    order: dict[fx.Node, None] = {}
-    stack = [(mask, False)]
-    while stack:
-        node, done = stack.pop()
-        if done:
-            order[node] = None
-        elif node not in order:
+    ancestors, order = {mask}, list[fx.Node]()
+    for node in reversed(mask.graph.nodes):
+        if node in ancestors:
             name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
             if node.op not in ("call_function", "call_method") or name not in _DETERMINISTIC:
                 return None
-            stack.append((node, True))
-            stack.extend((each, False) for each in node.all_input_nodes)
-    return list(order)
+            order.append(node)
+            ancestors.update(node.all_input_nodes)
+    return order[::-1]
 
 
 def _on_cpu(argument: Any, values: dict[fx.Node, Any]) -> Any:

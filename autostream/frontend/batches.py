@@ -39,30 +39,8 @@ def parts_of(batch: Batch, count: int) -> list[Batch]:
             f"a batch of {rows} has no {count} equal parts: choose another number of microbatches, or leave out the "
             "last batch of a DataLoader, which may have fewer rows than the others: drop_last=True"
         )
-    return [unflatten(structure, part) for part in split(tensors, divided(tensors), count)]
-
-
-def divided(tensors: Sequence[Tensor]) -> list[bool]:
-    """Which tensors of a batch are split: those with as many rows as the first tensor that has rows."""
-    rows = next((len(tensor) for tensor in tensors if tensor.dim()), 0)
-    return [tensor.dim() > 0 and len(tensor) == rows for tensor in tensors]
-
-
-def split(tensors: Sequence[Tensor], divided: Sequence[bool], count: int) -> list[list[Tensor]]:
-    """The tensors of each of ``count`` equal parts; those that are not divided are the same in each.
-
-    Example:
-        >>> import torch
-        >>> split([torch.arange(4), torch.ones(2)], [True, False], 2)
-        [[tensor([0, 1]), tensor([1., 1.])], [tensor([2, 3]), tensor([1., 1.])]]
-    """
-    if count == 1:
-        return [list(tensors)]
-    columns = [
-        tensor.chunk(count) if is_divided else [tensor] * count
-        for tensor, is_divided in zip(tensors, divided, strict=True)
-    ]
-    return [[column[at] for column in columns] for at in range(count)]
+    columns = [tensor.chunk(count) if tensor.dim() and len(tensor) == rows else [tensor] * count for tensor in tensors]
+    return [unflatten(structure, [column[at] for column in columns]) for at in range(count)]
 
 
 def loss_in(result: Any) -> Tensor:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 
@@ -62,14 +63,9 @@ def _constants_without_sources() -> Iterator[None]:
         source = property(lambda self: None, lambda self, source: None)
 
     names = {f"CONSTANT_VARIABLE_{value}".upper(): value for value in (None, True, False)}
-    before = {name: getattr(constant, name) for name in names if hasattr(constant, name)}
-    for name in before:
-        setattr(constant, name, Constant(names[name]))
-    try:
+    own: dict[str, Any] = {name: Constant(value) for name, value in names.items() if hasattr(constant, name)}
+    with mock.patch.multiple(constant, **own) if own else nullcontext():
         yield
-    finally:
-        for name, shared in before.items():
-            setattr(constant, name, shared)
 
 
 def configured(**settings: Any) -> AbstractContextManager[Any]:
@@ -114,20 +110,14 @@ def compile_lock() -> AbstractContextManager[Any]:
     return lock
 
 
-@contextmanager
-def compile_session() -> Iterator[None]:
+def compile_session() -> AbstractContextManager[Any]:
     """Let ``torch.compiler.is_compiling()`` be true, as Dynamo does around its backends since torch 2.13.
 
     While ``make_fx`` traces, ``torch.fx`` has a flag set that all threads see, and what ``torch.compile`` has compiled
     refuses to run, unless this is a compilation. This flag is one for all threads as well, and PyTorch has none that is
     not; it is held with Dynamo's lock.
     """
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    return mock.patch.object(torch.compiler, "_is_compiling_flag", True)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -254,11 +255,8 @@ def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[N
     def either(*args: Any, **kwargs: Any) -> Any:
         return function(before, *args, **kwargs) if threading.get_ident() == thread else before(*args, **kwargs)
 
-    setattr(owner, name, either)
-    try:
+    with mock.patch.object(owner, name, either):
         yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _refuse_hook(*_: Any) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -24,15 +25,12 @@ _METHODS: tuple[tuple[type, Callable[..., Any]], ...] = (
 @contextmanager
 def traceable_methods() -> Iterator[None]:
     """Let Dynamo trace them. In other threads, which may call them meanwhile, they do what they do."""
-    before = [(owner, method.__name__, vars(owner)[method.__name__]) for owner, method in _METHODS]
-    try:
-        for (owner, name, eager), (_, traced) in zip(before, _METHODS, strict=True):
+    with ExitStack() as stack:
+        for owner, traced in _METHODS:
+            eager = vars(owner)[traced.__name__]
             if is_pytorchs(eager):
-                setattr(owner, name, either(traced, eager))
+                stack.enter_context(mock.patch.object(owner, traced.__name__, either(traced, eager)))
         yield
-    finally:
-        for owner, name, eager in before:
-            setattr(owner, name, eager)
 
 
 def is_traceable_method(owner: object, name: str) -> bool:

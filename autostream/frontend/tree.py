@@ -348,7 +348,7 @@ def _open(value: Any) -> tuple[Any, Sequence[object]] | None:
     if kind in _pytree.SUPPORTED_NODES:
         children, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(value)
         return context, list(children)
-    if issubclass(kind, tuple) and (hasattr(kind, "_fields") or kind.__module__ == _RESULTS):
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return None, value
     if is_dataclass(kind) and not issubclass(kind, _BUILT_IN):
         # Attributes that are not fields belong to the object too.
@@ -360,9 +360,6 @@ def _open(value: Any) -> tuple[Any, Sequence[object]] | None:
 
 _BUILT_IN = (list, tuple, dict, set, frozenset, int, float, complex, str, bytes)
 """A dataclass that inherits from these has contents besides its attributes, and is not flattened."""
-
-_RESULTS = "torch.return_types"
-"""The module of the tuples that ops return; other struct sequences, such as ``os.stat_result``, have hidden fields."""
 
 
 def _close(kind: Any, context: Any, children: list[Any]) -> Any:
@@ -379,8 +376,6 @@ def _close(kind: Any, context: Any, children: list[Any]) -> Any:
         return _pytree.SUPPORTED_NODES[kind].unflatten_fn(children, context)
     if hasattr(kind, "_fields"):
         return tuple.__new__(kind, children)
-    if kind.__module__ == _RESULTS:
-        return kind(children)
     # Without __init__, which could change the values of fields.
     value = object.__new__(kind)
     for name, child in zip(context, children, strict=True):

@@ -1,10 +1,13 @@
-"""A schedule as DOT text for Graphviz: ``autostream inspect NAME --dot | dot -Tsvg``."""
+"""A schedule as DOT text for Graphviz, and what Graphviz draws of it: ``autostream inspect NAME --dot | dot -Tsvg``."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
+from autostream.errors import OptionError, first_line
 from autostream.ir import FORK, JOIN, Costs, DeviceProfile, Hazard, OpGraph, Schedule
 from autostream.scheduling.lost_time import longest_chain
 
@@ -42,6 +45,25 @@ def render(graph: OpGraph, schedule: Schedule, costs: Costs, profile: DeviceProf
         *_edges(graph, waits, frozenset(pairwise(path))),
     ]
     return "digraph {\n" + "\n".join(f"  {line}" for line in lines) + "\n}"
+
+
+def svg(drawing: str) -> str:
+    """An SVG of a graph in DOT, drawn by Graphviz.
+
+    Raises:
+        OptionError: Graphviz is not installed, or fails.
+    """
+    program = shutil.which("dot")
+    if program is None:
+        raise OptionError(
+            "SVG is drawn by Graphviz, whose dot is not installed: install it (Debian: apt install graphviz, macOS: "
+            "brew install graphviz, conda: graphviz), or take DOT (--dot) and draw it elsewhere"
+        )
+    result = subprocess.run([program, "-Tsvg"], input=drawing, capture_output=True, text=True, encoding="utf-8")
+    if result.returncode:
+        reason = first_line(RuntimeError(result.stderr)).removeprefix("RuntimeError: ")
+        raise OptionError(f"Graphviz does not draw this graph ({reason}): take DOT (--dot) and try another layout")
+    return result.stdout
 
 
 def _node(graph: OpGraph, name: str, stream: int, costs: Costs, critical: bool) -> str:

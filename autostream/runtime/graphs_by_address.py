@@ -52,7 +52,7 @@ class BoundGraph:
     """
 
     def __init__(self, by_input: GraphsByInput, weights: Sequence[Tensor]) -> None:
-        self.by_input, self.graph = by_input, by_input.graph
+        self.graph = by_input.graph
         self.launch, self.launch_inputs, self.unmoved = by_input.launch, by_input.launch_inputs, by_input.unmoved
         self.needed = [*self.graph.static] if self.graph.needs_inputs_only else None
         self.is_used = storages_alive(weights)

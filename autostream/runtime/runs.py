@@ -41,19 +41,17 @@ class StreamRun:
             return outputs
 
 
-class UncastRun:
+def uncast(run: FlatFunction) -> FlatFunction:
     """A run without the caller's autocast.
 
     Inductor has traced the casts that autocast inserts, and its kernels expect the dtypes after these.
     """
 
-    def __init__(self, run: FlatFunction) -> None:
-        self._run = run
-
-    def __call__(self, *tensors: Tensor) -> Sequence[Output]:
-        """Run it without autocast."""
+    def uncast_run(*tensors: Tensor) -> Sequence[Output]:
         with without_autocast("inductor"):
-            return self._run(*tensors)
+            return run(*tensors)
+
+    return uncast_run
 
 
 def without_autocast(level: str) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from autostream.scheduling.coarsen import coarsen, expand
 from autostream.scheduling.cost_check import check_costs
 from autostream.scheduling.peak import Footprint, peak_bytes
 from autostream.scheduling.policies import ON_CHAINS, POLICIES
-from autostream.scheduling.policies.search import search_by_streams, variants
+from autostream.scheduling.policies.search import search, variants
 from autostream.scheduling.postpone import MAX_SLACK_SHARE, in_program_order, postponed
 from autostream.scheduling.releases import place_releases, wait_for_memory
 from autostream.scheduling.simulate import replay_us, simulate
@@ -318,7 +318,7 @@ def _searched(
     most = max(_stream_counts(priced, options), default=1)
     seconds = SEARCH_SHARE * options.tuning_seconds
     graph, costs, profile = priced.graph, priced.costs, priced.profile
-    return search_by_streams(graph, costs, profile, most, pinned, seconds, options.seed, capture, room_bytes)
+    return search(graph, costs, profile, most, pinned, seconds, options.seed, capture, room_bytes)
 
 
 def _distinct(assignments: Iterable[Assignment]) -> Iterator[Assignment]:

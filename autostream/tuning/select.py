@@ -31,7 +31,7 @@ from autostream.ir import Candidate, Limit, OpGraph, Program, Role
 from autostream.runtime.cuda_graph import CapturedGraph, FlatFunction
 from autostream.runtime.lower import lower
 from autostream.runtime.restore import Restore
-from autostream.runtime.runs import UncastRun, uncaptured
+from autostream.runtime.runs import uncaptured, uncast
 from autostream.tuning.agreement import ALONE, Peers
 
 MARGIN = 0.01
@@ -261,7 +261,7 @@ def build(
     """
     run = uncaptured(lower(program, graph, candidate.schedule), program.device, candidate.schedule.streams)
     if program.level == "inductor":
-        run = UncastRun(run)
+        run = uncast(run)
     if not candidate.captured:
         return run
     random = any(op.orders for op in graph.ops.values())  # ops with unknown effects may be random too

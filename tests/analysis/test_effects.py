@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from autostream.analysis.effects import Effects, effects_of
+from autostream.analysis.effects import Effects, argument_views, effects_of
 from autostream.utils.kernels import Kernel
 from tests.analysis.programs import Case, Tape, aten, exported
+from tests.runtime.programs import case_of
+from tests.semantics import Model
 
 
 def names(nodes: tuple[fx.Node, ...]) -> list[str]:
@@ -221,3 +223,17 @@ def test_an_autocast_region_has_the_effects_of_its_body(
     effects = effects_of(find(case, "wrap_with_autocast"))
     assert (effects.writes, effects.aliases) == (operands[:writes], operands[:aliases])
     assert (effects.orders, effects.launches) == (orders, launches)
+
+
+# Views of arguments
+
+
+def test_views_of_views_and_of_several_results_are_views_of_arguments() -> None:
+    model = Model(lambda s, x: (s.w.t()[1:], *x.unbind()), w=nn.Parameter(torch.randn(4, 4)))
+    views = argument_views(case_of(model, torch.randn(2, 4)).program.module.graph)
+    assert views == {"t", "slice_1", "unbind", "getitem", "getitem_1"}
+
+
+def test_views_of_results_possible_copies_and_allocations_are_not() -> None:
+    case = case_of(lambda x: (x.sin().t(), x.reshape(-1)[1:], x.t(), torch.empty(4) + x), torch.randn(4, 4))
+    assert argument_views(case.program.module.graph) == {"t_1"}

@@ -1,4 +1,4 @@
-"""Microbatches: splitting batches, and the loss in what a loss function returns."""
+"""Microbatches: splitting batches, and joining what a loss function returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autostream.errors import TargetError
-from autostream.frontend.batches import detached, loss_in, parts_of, summed
+from autostream.frontend.batches import detached, parts_of, summed
 
 
 @dataclass
@@ -39,20 +39,6 @@ def test_batches_without_equal_parts_are_refused() -> None:
         parts_of((torch.ones(5),), 2)
     batch = (object(),)
     assert parts_of(batch, 1) == [batch]
-
-
-def test_the_loss_is_the_result_or_its_first_item() -> None:
-    loss = torch.ones(1, 1)
-    for result in (loss, (loss, "outputs"), [loss]):
-        assert loss_in(result) is loss
-    for other, reason in [
-        ((), "loss_fn returned a tuple: let it return the loss"),
-        ({"loss": loss}, "loss_fn returned a dict"),
-        (torch.ones(2, 3), "loss_fn returned a loss of shape 2x3: let it return a scalar"),
-        (torch.ones(0), "loss_fn returned a loss of shape 0"),
-    ]:
-        with pytest.raises(TargetError, match=reason):
-            loss_in(other)
 
 
 def test_losses_of_parts_are_added_and_results_are_detached() -> None:

@@ -17,7 +17,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from autostream.errors import TraceError
 from autostream.frontend.decompositions import split_lists
 from autostream.frontend.optimizers import (
     TRACED,
@@ -166,29 +165,6 @@ def _users(node: torch.fx.Node) -> set[torch.fx.Node]:
             users.add(user)
             pending += user.users
     return users
-
-
-def test_an_update_of_other_tensors_leaves_the_optimizer_as_it_is() -> None:
-    optimizer = stepped(RULES["adam"])
-    before = copy.deepcopy(optimizer.state_dict())
-    others = [tensor.detach().clone().requires_grad_() for tensor in flat(optimizer)]
-    others[0].grad = torch.ones_like(others[0])
-    state = {others[0]: {name: value.clone() for name, value in optimizer.state[flat(optimizer)[0]].items()}}
-    update(optimizer, *hyperparameters(optimizer), [others[:2], others[2:]], state)
-    after = optimizer.state_dict()
-    assert after["param_groups"] == before["param_groups"]
-    for at, its in before["state"].items():
-        for name, value in its.items():
-            assert torch.equal(after["state"][at][name], value)
-    assert state[others[0]]["step"] == 2
-
-
-def test_a_parameter_without_state_is_refused() -> None:
-    optimizer = stepped(RULES["sgd, momentum"])
-    flat(optimizer)[2].grad = t(5)
-    with pytest.raises(TraceError, match="makes its state in the first step of each parameter"):
-        update_itself(optimizer)
-    assert not torch.compiler.is_compiling()
 
 
 # Hyperparameters that are inputs

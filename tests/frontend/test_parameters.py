@@ -1,30 +1,12 @@
-"""An optimizer's parameters, its state, and gradients."""
+"""The state of an optimizer."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam
+from torch.optim import Adam
 
-from autostream.frontend.parameters import (
-    State,
-    clear_gradients,
-    foreign_parameters,
-    parameters_of,
-    set_aside,
-    state_of,
-    stateless,
-    take_gradients,
-)
-
-
-def test_foreign_parameters_are_reported_with_their_shapes() -> None:
-    model = nn.Linear(3, 2)
-    optimizer = SGD([*model.parameters(), nn.Parameter(torch.ones(2, 3))], lr=0.1)
-    message = "1 of the optimizer's 3 parameters (of shape 2x3) are not the model's"
-    assert message in foreign_parameters(optimizer, model.parameters())
-    assert foreign_parameters(optimizer, parameters_of(optimizer)) == ""
+from autostream.frontend.parameters import State, parameters_of, state_of, stateless
 
 
 def test_state_is_found_by_parameter_and_step_counters_are_moved_to_its_device() -> None:
@@ -60,17 +42,3 @@ def test_stateless_parameters_are_trained_and_have_no_state() -> None:
     model.bias.requires_grad_(True)
     assert stateless(optimizer) == {id(model.bias)}
     assert list(optimizer.state) == [model.weight], "no entry is made"
-
-
-def test_gradients_are_taken_cleared_and_set_aside() -> None:
-    trained, frozen = torch.ones(2, requires_grad=True), torch.ones(2)
-    gradient = torch.ones(2)
-    take_gradients([frozen, trained], [None, gradient])
-    assert (frozen.grad, trained.grad) == (None, gradient)
-    with pytest.raises(RuntimeError, match="stop"), set_aside([trained]):
-        assert trained.grad is None
-        trained.grad = torch.zeros(2)
-        raise RuntimeError("stop")
-    assert trained.grad is gradient
-    clear_gradients([frozen, trained])
-    assert trained.grad is None

@@ -28,7 +28,7 @@ from tests.steps import program_of
 
 aten = torch.ops.aten
 
-CONVOLUTION, GRADIENTS = aten.convolution.default, aten.convolution_backward.default
+GRADIENTS = aten.convolution_backward.default
 
 
 def calls(graph: fx.Graph, target: Any) -> list[fx.Node]:

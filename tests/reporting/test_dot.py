@@ -1,16 +1,20 @@
-"""Graphs as DOT, read back by a small parser; expectations follow from the drawing in reports.py."""
+"""Graphs as DOT, read back by a small parser (expectations follow from the drawing in reports.py), and as SVG."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from autostream.errors import OptionError
 from autostream.ir import FORK, JOIN, Launch, OpGraph, Schedule
-from autostream.reporting.dot import render
-from tests.reporting.reports import COSTS, DIAMOND
+from autostream.reporting.dot import render, svg
+from tests.reporting.reports import CHOSEN, COSTS, DIAMOND, REPORT, with_source
 from tests.scheduling.graphs import profile_with
 
 FREE = profile_with()
@@ -69,3 +73,30 @@ def test_whatever_the_model_says_is_shown_and_nothing_else(text: str) -> None:
     assert read(f'"{name}"') == printable
     assert read(attributes["label"]).startswith(f"{printable}\n{printable}\nstream 0, ")
     assert read(attributes["tooltip"]) == f"source: {printable}"
+
+
+# Drawings, where there is a program that makes them
+
+HOSTILE = '"]; <script>alert(1)</script> \\'
+
+
+def test_without_graphviz_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(OptionError, match=r"whose dot is not installed: install it \(Debian: apt install graphviz"):
+        svg("digraph {}")
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
+def test_every_op_is_drawn_and_hostile_names_are_text() -> None:
+    assert REPORT.profile is not None
+    graph = with_source(DIAMOND, "d", HOSTILE)
+    drawn = ElementTree.fromstring(svg(render(graph, CHOSEN.schedule, COSTS, REPORT.profile)))
+    titles = [title.text for title in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    assert {"a", "b", "c", "d", "e"} <= set(titles)
+    assert not [*drawn.iter("{http://www.w3.org/2000/svg}script")]
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
+def test_what_graphviz_refuses_is_one_line() -> None:
+    with pytest.raises(OptionError, match=r"Graphviz does not draw this graph \(.*syntax error.*\): take DOT"):
+        svg("digraph { -> }")

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from autostream.analysis.argument_views import argument_views
 from autostream.analysis.dependencies import analyze
+from autostream.analysis.effects import argument_views
 from autostream.analysis.source import user_line
 from autostream.analysis.values import tensors_in, value_of
 from autostream.frontend.trace import trace

@@ -8,7 +8,7 @@ from torch import fx
 
 from autostream.runtime.emulator import ThreadedProgram
 from autostream.runtime.lower import lower
-from autostream.runtime.runs import StreamRun, UncastRun, uncaptured, without_autocast
+from autostream.runtime.runs import StreamRun, uncaptured, uncast, without_autocast
 from tests.runtime.programs import random_schedule, same, sample
 
 
@@ -33,7 +33,7 @@ def test_a_cpu_runs_streams_in_threads_and_a_gpu_on_streams(streams: int, capsys
 def test_fused_kernels_run_without_autocast() -> None:
     a, b = torch.randn(2, 2), torch.randn(2, 2)
     with torch.autocast("cpu", torch.bfloat16):
-        (product,) = UncastRun(lambda a, b: [a @ b])(a, b)
+        (product,) = uncast(lambda a, b: [a @ b])(a, b)
         assert product is not None
         assert product.dtype == torch.float32
         assert (a @ b).dtype == torch.bfloat16

@@ -39,7 +39,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "sequential": sequential.sequential,
         **{name: in_chains(policy) for name, policy in ON_CHAINS.items()},
-        "search": search.search,
+        "search": lambda graph, costs, *rest: search.search(graph, costs, *rest)[-1],
     }
 )
 """The policies by name, as in ``Options.policy``.

@@ -90,10 +90,10 @@ def search(
     seed: int = 0,
     captured: bool = True,
     room_bytes: float = inf,
-) -> Assignment:
-    """The fastest assignment found for at most ``streams`` streams.
+) -> tuple[Assignment, ...]:
+    """The fastest assignment found for one stream, for two, and so on: only those better than the one before.
 
-    As simulated, it is never slower than those of the other policies that fit into ``room_bytes``.
+    As simulated, the last is never slower than those of the other policies that fit into ``room_bytes``.
 
     Args:
         graph: V ops and E dependencies.
@@ -114,25 +114,10 @@ def search(
         >>> ops = {name: Op(name, "f", (name,), frozenset(), frozenset({name})) for name in "abcd"}
         >>> costs = {name: OpCost(9.0, 0.1, 0.1, "roofline") for name in ops}
         >>> profile = DeviceProfile("GPU", 132, 4.8e6, {}, 2.0, 1.0, 2.0, 1.0, 1.0, "table")
-        >>> found = search(OpGraph(ops, (), {}, (), "cuda:0"), costs, profile, 2, frozenset())
+        >>> *_, found = search(OpGraph(ops, (), {}, (), "cuda:0"), costs, profile, 2, frozenset())
         >>> found.streams, sorted(found.stream.values())
         (2, [0, 0, 1, 1])
     """
-    return search_by_streams(graph, costs, profile, streams, pinned, seconds, seed, captured, room_bytes)[-1]
-
-
-def search_by_streams(
-    graph: OpGraph,
-    costs: Costs,
-    profile: DeviceProfile,
-    streams: int,
-    pinned: frozenset[str],
-    seconds: float = SECONDS,
-    seed: int = 0,
-    captured: bool = True,
-    room_bytes: float = inf,
-) -> tuple[Assignment, ...]:
-    """What :func:`search` finds for one stream, for two, and so on: only those better than the one before."""
     space = _Space(graph, costs, profile, coarsen(graph, costs, profile, pinned), captured, room_bytes)
     best = start = space.by_policy(sequential, 1)
     found = [space.assignment(best, _gain(best, start))]

@@ -15,7 +15,7 @@ from autostream.scheduling.coarsen import coarsen
 from autostream.scheduling.peak import Footprint
 from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.policies import search as module
-from autostream.scheduling.policies.search import EVENTS_PER_S, SLACK, search, search_by_streams, variants
+from autostream.scheduling.policies.search import EVENTS_PER_S, SLACK, search, variants
 from autostream.scheduling.postpone import MAX_SLACK_SHARE, delayed
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
@@ -64,7 +64,7 @@ def test_a_greedy_mistake_is_corrected_and_the_reason_says_what_was_gained() -> 
     graph = graph_of((), names="abcde")
     costs = costs_of(graph, {"a": 3.0, "b": 3.0, "c": 2.0, "d": 2.0, "e": 2.0})
     assert makespan(graph, costs, POLICIES["critical_path"](graph, costs, FREE, 2, NONE), FREE) == 7.0
-    found = search(graph, costs, FREE, 2, NONE)
+    found = search(graph, costs, FREE, 2, NONE)[-1]
     assert makespan(graph, costs, found, FREE) == 6.0
     assert found.stream["a"] == found.stream["b"]
     assert found.decisions == (Decision("", "2 streams", "1.0 µs less than by critical_path"),)
@@ -79,12 +79,12 @@ def test_a_schedule_that_cannot_be_improved_stays_as_it_is(simulations: list[dic
     graph = graph_of("a-b a-c b-d c-d")
     costs = costs_of(graph, 10.0)
     start = POLICIES["critical_path"](graph, costs, PRICED, 2, NONE)
-    found = search(graph, costs, PRICED, 2, NONE)
+    found = search(graph, costs, PRICED, 2, NONE)[-1]
     assert (found.order, found.stream) == (start.order, start.stream)
     assert found.decisions[0].reason == "as fast as by critical_path"
     simulations.clear()
     chain = graph_of("a-b b-c")
-    assert search(chain, costs_of(chain, 10.0), PRICED, 8, NONE).streams == 1
+    assert search(chain, costs_of(chain, 10.0), PRICED, 8, NONE)[-1].streams == 1
     assert len(simulations) == 1
 
 
@@ -98,7 +98,7 @@ def test_the_result_is_right_and_no_slower_than_other_policies_or_fewer_streams(
     pinned = data.draw(st.sampled_from([NONE, graph.pinned]))
     last = float("inf")
     for streams in range(1, 5):
-        found = search(graph, costs, profile, streams, pinned, 0.2)
+        found = search(graph, costs, profile, streams, pinned, 0.2)[-1]
         check_assignment(graph, found, streams, pinned)
         assert set(found.stream.values()) == set(range(found.streams)), "no stream is unused"
         verify(graph, synchronize(graph, found), pinned=pinned)
@@ -113,14 +113,14 @@ def test_the_result_is_right_and_no_slower_than_other_policies_or_fewer_streams(
 
 def test_results_depend_on_the_seed_and_not_on_how_many_streams_are_allowed() -> None:
     graph, costs = towers()
-    found = search_by_streams(graph, costs, PRICED, 6, NONE, 0.4)
+    found = search(graph, costs, PRICED, 6, NONE, 0.4)
     times = [makespan(graph, costs, assignment) for assignment in found]
     assert len(found) > 2
     assert times == sorted(times, reverse=True)
-    assert found[-1] == search(graph, costs, PRICED, 6, NONE, 0.4)
-    fewer = search_by_streams(graph, costs, PRICED, 3, NONE, 0.4)
+    assert found[-1] == search(graph, costs, PRICED, 6, NONE, 0.4)[-1]
+    fewer = search(graph, costs, PRICED, 3, NONE, 0.4)
     assert fewer == found[: len(fewer)]
-    seeded = {tuple(search(graph, costs, PRICED, 3, NONE, 0.4, seed).stream.items()) for seed in range(3)}
+    seeded = {tuple(search(graph, costs, PRICED, 3, NONE, 0.4, seed)[-1].stream.items()) for seed in range(3)}
     assert len(seeded) > 1
 
 
@@ -130,13 +130,13 @@ def test_numbers_of_streams_between_the_searched_ones_are_used_too() -> None:
     assert count not in module.STEPS
     graph = graph_of((), names="abcde")
     costs = costs_of(graph, 10.0, sm_share=0.01)
-    assert makespan(graph, costs, search(graph, costs, FREE, count, NONE), FREE) == 10.0
+    assert makespan(graph, costs, search(graph, costs, FREE, count, NONE)[-1], FREE) == 10.0
 
 
 def test_a_graph_too_large_to_be_searched_gets_the_best_of_the_other_policies() -> None:
     """There is time for one simulation, so nothing can be changed."""
     graph, costs = towers()
-    found = search(graph, costs, PRICED, 5, NONE, seconds=(len(graph.ops) + len(graph.dependencies)) / EVENTS_PER_S)
+    found = search(graph, costs, PRICED, 5, NONE, seconds=(len(graph.ops) + len(graph.dependencies)) / EVENTS_PER_S)[-1]
     others = [POLICIES[name](graph, costs, PRICED, 5, NONE) for name in ("critical_path", "path_cover")]
     assert makespan(graph, costs, found) == min(makespan(graph, costs, each) for each in others)
 
@@ -148,7 +148,7 @@ def test_a_machine_that_is_too_slow_stops_in_time(
     graph, costs = towers()
     now = iter(range(1000))
     monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(now)))
-    assert search(graph, costs, PRICED, 6, NONE, seconds=3.0).streams > 1
+    assert search(graph, costs, PRICED, 6, NONE, seconds=3.0)[-1].streams > 1
     assert len(simulations) <= 1 + 2 * 5 + 3
 
 
@@ -173,7 +173,7 @@ def test_variants_are_right_all_different_and_about_as_fast(data: st.DataObject,
 
 def test_variants_depend_on_the_seed_and_end_where_nothing_can_be_changed() -> None:
     graph, costs = towers()
-    schedule = synchronize(graph, search(graph, costs, PRICED, 3, NONE))
+    schedule = synchronize(graph, search(graph, costs, PRICED, 3, NONE)[-1])
     one, same, other = (list(islice(variants(graph, costs, PRICED, schedule, 4, NONE, seed), 10)) for seed in (0, 0, 1))
     assert len(one) == 10
     assert one == same != other
@@ -207,20 +207,20 @@ def live(graph: OpGraph, costs: Costs, assignment: Assignment) -> int:
 def test_with_a_memory_limit_the_result_needs_less_and_is_nearly_as_fast() -> None:
     """There is memory for two copies besides what one stream needs; if there is none, the result needs the least."""
     graph, costs = copied()
-    free = search(graph, costs, PRICED, 3, NONE)
+    free = search(graph, costs, PRICED, 3, NONE)[-1]
     limit = live(graph, costs, POLICIES["sequential"](graph, costs, PRICED, 1, NONE)) + 2 * 8192
     assert live(graph, costs, free) > limit
-    found = search(graph, costs, PRICED, 3, NONE, room_bytes=limit)
+    found = search(graph, costs, PRICED, 3, NONE, room_bytes=limit)[-1]
     assert live(graph, costs, found) <= limit
     assert makespan(graph, costs, found) <= 1.2 * makespan(graph, costs, free)
-    least = search_by_streams(graph, costs, PRICED, 3, NONE, room_bytes=0)
+    least = search(graph, costs, PRICED, 3, NONE, room_bytes=0)
     assert live(graph, costs, least[-1]) == min(live(graph, costs, each) for each in least)
 
 
 def test_no_variant_exceeds_the_memory_limit() -> None:
     graph, costs = copied()
     limit = 50_000
-    start = search(graph, costs, PRICED, 3, NONE, room_bytes=limit)
+    start = search(graph, costs, PRICED, 3, NONE, room_bytes=limit)[-1]
     assert live(graph, costs, start) <= limit
     schedule = synchronize(graph, start)
     some = list(islice(variants(graph, costs, PRICED, schedule, 3, NONE), 40))
