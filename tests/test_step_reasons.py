@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -84,6 +86,10 @@ def asks_a_distribution(loss: Tensor, other: Optimizer) -> Tensor:
     return -torch.distributions.Normal(loss, 1.0, validate_args=True).log_prob(loss + 1)
 
 
+def counts_in_a_namespace(loss: Tensor, other: Optimizer) -> None:
+    STATE.calls += 1
+
+
 def loads(loss: Tensor, other: Optimizer) -> None:
     TARGET.load_state_dict(SOURCE.state_dict())
 
@@ -111,6 +117,10 @@ def draws(x: Tensor) -> Tensor:
     return x + torch.randn(4, 3, generator=GENERATOR, dtype=torch.double)
 
 
+def takes_the_next(x: Tensor) -> Tensor:
+    return next(BATCH)
+
+
 def makes_a_leaf(x: Tensor) -> Tensor:
     return x + torch.zeros_like(x, requires_grad=True)
 
@@ -120,6 +130,7 @@ class Own(torch.amp.GradScaler):
 
 
 SCALER, OWN = torch.amp.GradScaler("cpu"), Own("cpu")
+STATE, BATCH = SimpleNamespace(calls=0), itertools.repeat(BUFFER[1])
 TARGET, SOURCE = nn.Linear(3, 1), nn.Linear(3, 1)
 DRAW = "draw before the call, and pass what is drawn"
 REASONS: dict[Callable[..., Any], str] = {
@@ -136,6 +147,7 @@ REASONS: dict[Callable[..., Any], str] = {
     asks_a_distribution: "make it without validate_args=True .*distributions.Normal(",
     loads: "state_dict(): write the tensors in place, .*torch._foreach_copy_(list(target.*TARGET.load_state_dict",
     clears_another: "an optimizer that is not in the list: add it to optimizers=.*other.zero_grad()",
+    counts_in_a_namespace: "SimpleNamespace.*: do that before or after the call.*STATE.calls += 1",
     saves: "it calls open, which cannot be captured.*open(",
 }
 BATCHES: dict[Callable[[Tensor], Tensor], str] = {
@@ -144,6 +156,7 @@ BATCHES: dict[Callable[[Tensor], Tensor], str] = {
     samples_with_numpy: f"it calls NumPy: {DRAW}.*np.random",
     samples_with_a_generator: f"it calls NumPy: {DRAW}.*RANDOM.integers",
     draws: f"it draws from a torch.Generator: .*{DRAW}.*generator=GENERATOR",
+    takes_the_next: ": do that before or after the call.*next(BATCH)",
     makes_a_leaf: "with requires_grad=True: make it without, and call its requires_grad_() .*zeros_like(x",
 }
 
@@ -196,38 +209,63 @@ def test_the_reason_has_the_line_and_what_to_write_instead(compute: Any, caplog:
         strict(torch.ones(4, 3, dtype=torch.double))
 
 
-@pytest.mark.parametrize("how", ["an average", "a number", "a number by name", "a number in a list"])
+KEEP = "is another number now: keep it in a tensor, or pass as a flag what Python decides by it"
+RETURN = "has another length now: return what the call adds to it, and add that after the call"
+NUMBER = "a number in beta changes: pass it as a tensor"
+CHANGES = {
+    "an average": "kept.average is another tensor now: write it in place, as kept.average.lerp_() and "
+    "kept.average.copy_() do",
+    "a number": NUMBER,
+    "a number by name": NUMBER,
+    "a number in a list": NUMBER,
+    "an index": f"kept.pointer {KEEP} (.*kept.buffer[kept.pointer] = loss",
+    "a variable": f"scale {KEEP} (.*loss = loss * scale",
+    "a global": f"COUNTS['calls'] {KEEP} (.*COUNTS[",
+    "a list": f"losses {RETURN} (.*losses.append(loss",
+    "a list in an object": f"kept.losses {RETURN} (.*kept.losses.append(loss",
+}
+COUNTS = {"calls": 0}
+
+
+@pytest.mark.parametrize("how", CHANGES)
 def test_a_step_of_which_each_call_is_new_says_what_changes(how: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    sgd, kept = torch.optim.SGD(model.parameters(), lr=0.1), nn.Module()
-    kept.average = torch.zeros(1, 3)
+    sgd, kept, losses, scale = torch.optim.SGD(model.parameters(), lr=0.1), nn.Module(), list[Tensor](), 0.0
+    kept.average, kept.buffer, kept.pointer, kept.losses = torch.zeros(1, 3), torch.zeros(9), 0, list[Tensor]()  # type: ignore[assignment]
 
     @autostream.step(optimizers=[sgd], **QUICK)
     def update(x: Tensor, beta: float | list[float] = 0.5) -> Tensor:
         sgd.zero_grad()
         loss: Tensor = model(x).square().mean() * (beta[0] if isinstance(beta, list) else beta)
+        if how == "a variable":
+            loss = loss * scale
         loss.backward()  # type: ignore[no-untyped-call]
         sgd.step()
         if how == "an average":
             kept.average = 0.9 * kept.average + 0.1 * model.weight.detach()
+        if how == "an index":
+            kept.buffer[kept.pointer] = loss.detach()
+            kept.pointer += 1
+        if how == "a global":
+            COUNTS["calls"] += 1
+        if how == "a list":
+            losses.append(loss.detach())
+        if how == "a list in an object":
+            kept.losses.append(loss.detach())
         return loss
 
     for at in range(8):
-        beta, x = 0.1 * at, torch.ones(4, 3)
+        beta, x, scale = 0.1 * at, torch.ones(4, 3), 1.0 + at
         args, kwargs = {
-            "an average": ((x,), {}),
             "a number": ((x, beta), {}),
             "a number by name": ((x,), {"beta": beta}),
             "a number in a list": ((x, [beta]), {}),
-        }[how]
+        }.get(how, ((x,), {}))
         update(*args, **kwargs)
     (reason,) = {refusal.reason for report in update.reports for refusal in report.refusals}
-    assert (
-        "average is another tensor now: write it in place, as average.lerp_() and average.copy_() do"
-        if how == "an average"
-        else "since a number in beta changes: pass it as a tensor"
-    ) in reason
+    assert re.search("since " + ".*".join(map(re.escape, CHANGES[how].split(".*"))), reason)
+    assert re.search(r"\(tests/test_step_reasons\.py:\d+: ", reason) or CHANGES[how] == NUMBER
 
 
 def test_what_is_no_step_is_refused_by_name() -> None:

@@ -11,20 +11,23 @@ from typing import Any, cast
 
 from autostream.analysis.source import user_line
 from autostream.errors import first_line
+from autostream.frontend.guards import FailedGuard
 from autostream.frontend.tree import Structure
 
 
-def failed_guard(guard: str) -> str:
-    """What to write instead where this guard, as Dynamo writes it, fails in one call after the other."""
-    if found := re.fullmatch(r"\S*?(\w+)\W* is the object that was captured", guard):
-        name = found[1]
-        return f"{name} is another tensor now: write it in place, as {name}.lerp_() and {name}.copy_() do"
-    if re.fullmatch(r"\S*\.max_cache_len == \d+", guard):
-        return f"its cache has another size: {ONE_CACHE}"
-    if found := re.fullmatch(r"\S*?(\w+)\W* == -?[\d.]+", guard):
-        name = "a variable of a closure" if found[1] == "cell_contents" else found[1]
-        return f"{name} is another number now: {AS_A_TENSOR}"
-    return guard
+def failed_guard(failed: FailedGuard) -> str:
+    """Why this guard fails in one call after the other, with the user's line, and what to write instead.
+
+    Example:
+        >>> failed_guard(FailedGuard("len(L['f'].losses) == 4", "losses", "net.py:9"))
+        'losses has another length now: return what the call adds to it, and add that after the call (net.py:9)'
+    """
+    words = next((words for pattern, words in _GUARDS.items() if re.fullmatch(pattern, failed.code)), "")
+    return _with_line(words.format(failed.name or "something that it reads") or failed.code, failed.line)
+
+
+def _with_line(reason: str, line: str) -> str:
+    return f"{reason} ({line})" if line else reason
 
 
 def changed_number(function: Callable[..., Any], call: Structure, other: Structure) -> str:
@@ -77,13 +80,22 @@ def reason_of(error: BaseException) -> str:
         if found := re.search(pattern, text):
             reason = words.format(*found.groups())
             break
-    return f"{reason} ({line})" if line else reason
+    return _with_line(reason, line)
 
 
 AS_A_TENSOR = "pass it as a tensor, or as a flag what Python decides by it"
 
 ONE_CACHE = "fix max_length (or max_cache_len), or pass one StaticCache"
 """What to do with static caches of transformers, each size of which has a graph."""
+
+_GUARDS = {
+    r".* is the object that was captured": "{0} is another tensor now: write it in place, as {0}.lerp_() and "
+    "{0}.copy_() do",
+    r"\S*\.max_cache_len == \d+": f"its cache has another size: {ONE_CACHE}",
+    r"len\(.*\) == \d+": "{} has another length now: return what the call adds to it, and add that after the call",
+    r".* == -?[\d.e+-]+": "{} is another number now: keep it in a tensor, or pass as a flag what Python decides by it",
+}
+"""Patterns of guards, as Dynamo writes them, the first of which counts, and words with the name of what is guarded."""
 
 _BEFORE = "draw before the call, and pass what is drawn as a tensor"
 _CALLS = "it calls {}, which cannot be captured: call it before or after"
@@ -120,5 +132,6 @@ _WORDS = {
     r"requires_grad_\(\) call|setattr\(\) on Tensor\.requires_grad": "it sets requires_grad: do that between calls",
     r"context: builtin (\w+)": _CALLS,
     r"qualname: ([\w.]+)": _CALLS,
+    r"(?m)Explanation: (.+?)(?:\. |\.?$)": "{}: do that before or after the call",  # any other of Dynamo's
 }
 """Patterns of Dynamo's messages, the first of which counts, and words with what they capture."""
