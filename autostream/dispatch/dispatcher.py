@@ -91,12 +91,12 @@ class Dispatcher(OptimizedCallable):
         self.options = options
         self.input_buffers = BufferTable()
         self.disabled = disabled()
-        self._context = ModelContext(options, GraphPools(), self.input_buffers)
+        self._warn = Warned(log)
+        self._context = ModelContext(options, GraphPools(), self.input_buffers, warn=self._warn)
         self._paranoid = paranoid()
         self._lock = lock_of(self)
         self._forget()
         self._bypasses: dict[str, Report] = {}
-        self._warn = Warned(log)
 
     def _forget(self) -> None:
         self._admission = Admission[list[Entry]](self.options.max_signatures)
