@@ -132,6 +132,7 @@ class Own(torch.amp.GradScaler):
 SCALER, OWN = torch.amp.GradScaler("cpu"), Own("cpu")
 STATE, BATCH = SimpleNamespace(calls=0), itertools.repeat(BUFFER[1])
 TARGET, SOURCE = nn.Linear(3, 1), nn.Linear(3, 1)
+ANOTHER = "another optimizer: write the step with @autostream.step(optimizers=[...]), and list each ("
 DRAW = "draw before the call, and pass what is drawn"
 REASONS: dict[Callable[..., Any], str] = {
     branches: "Python branches on a number .*use torch.where .*if loss.item() > 3:",
@@ -140,13 +141,13 @@ REASONS: dict[Callable[..., Any], str] = {
     prints_a_text: "it prints or logs: return what it says.*print(f",
     logs: "it prints or logs: return what it says.*logging.getLogger",
     converts: "it calls numpy() of a tensor: return the tensor.*loss.detach().numpy()",
-    steps_another: "an optimizer that is not in the list: add it to optimizers=.*other.step()",
-    scales_another: "an optimizer that is not in the list: add it to optimizers=.*SCALER.step(other)",
+    steps_another: f"{ANOTHER}.*other.step()",
+    scales_another: f"{ANOTHER}.*SCALER.step(other)",
     scales_in_its_own_way: "a scaler that is none of PyTorch's.*OWN.scale(loss)",
     schedules: "it steps a learning-rate scheduler: do that between steps.*StepLR(other, 1)",
     asks_a_distribution: "make it without validate_args=True .*distributions.Normal(",
     loads: "state_dict(): write the tensors in place, .*torch._foreach_copy_(list(target.*TARGET.load_state_dict",
-    clears_another: "an optimizer that is not in the list: add it to optimizers=.*other.zero_grad()",
+    clears_another: f"{ANOTHER}.*other.zero_grad()",
     counts_in_a_namespace: "SimpleNamespace.*: do that before or after the call.*STATE.calls += 1",
     saves: "it calls open, which cannot be captured.*open(",
 }
@@ -159,6 +160,11 @@ BATCHES: dict[Callable[[Tensor], Tensor], str] = {
     takes_the_next: ": do that before or after the call.*next(BATCH)",
     makes_a_leaf: "with requires_grad=True: make it without, and call its requires_grad_() .*zeros_like(x",
 }
+
+
+def pattern(words: str) -> str:
+    """Words, with ``.*`` for what is between them."""
+    return ".*".join(map(re.escape, words.split(".*")))
 
 
 def made(compute: Callable[..., Any]) -> tuple[Update, nn.Linear, list[Optimizer]]:
@@ -197,7 +203,7 @@ def test_the_reason_has_the_line_and_what_to_write_instead(compute: Any, caplog:
         results.append([*losses, *(parameter.detach() for parameter in model.parameters())])
     torch.testing.assert_close(*results, rtol=0, atol=1e-10)
     (reason,) = [refusal.reason for report in step.reports for refusal in report.refusals]
-    assert re.search(".*".join(map(re.escape, {**REASONS, **BATCHES}[compute].split(".*"))), reason)
+    assert re.search(pattern({**REASONS, **BATCHES}[compute]), reason)
     assert re.search(r"\(tests/test_step_reasons\.py:\d+: ", reason)
     assert [report.mode for report in step.reports] == ["plain"]
     (logged,) = [record for record in caplog.records if record.name.startswith("autostream")]
@@ -264,8 +270,23 @@ def test_a_step_of_which_each_call_is_new_says_what_changes(how: str) -> None:
         }.get(how, ((x,), {}))
         update(*args, **kwargs)
     (reason,) = {refusal.reason for report in update.reports for refusal in report.refusals}
-    assert re.search("since " + ".*".join(map(re.escape, CHANGES[how].split(".*"))), reason)
+    assert re.search(pattern(f"since {CHANGES[how]}"), reason)
     assert re.search(r"\(tests/test_step_reasons\.py:\d+: ", reason) or CHANGES[how] == NUMBER
+
+
+def test_a_loss_that_steps_another_optimizer_says_which_step_takes_it() -> None:
+    model, other = nn.Linear(3, 1), torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        value: Tensor = model(x).square().mean()
+        steps_another(value, other)
+        return value
+
+    step = autostream.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, **QUICK)
+    for _ in range(3):
+        step(torch.ones(4, 3))
+    (reason,) = {refusal.reason for report in step.reports for refusal in report.refusals}
+    assert re.search(pattern(REASONS[steps_another]), reason)
 
 
 def test_what_is_no_step_is_refused_by_name() -> None:

@@ -88,6 +88,9 @@ AS_A_TENSOR = "pass it as a tensor, or as a flag what Python decides by it"
 ONE_CACHE = "fix max_length (or max_cache_len), or pass one StaticCache"
 """What to do with static caches of transformers, each size of which has a graph."""
 
+EACH_OPTIMIZER = "write the step with @autostream.step(optimizers=[...]), and list each"
+"""What to do with an optimizer of which a step, or a loss of ``train_step``, does not know."""
+
 _GUARDS = {
     r".* is the object that was captured": "{0} is another tensor now: write it in place, as {0}.lerp_() and "
     "{0}.copy_() do",
@@ -109,8 +112,7 @@ _WORDS = {
     "torch._foreach_copy_(list(target.parameters()), list(critic.parameters())) does",
     "tensor creation function with requires_grad=True": "it makes a tensor with requires_grad=True: make it without, "
     "and call its requires_grad_()",
-    r"qualname: Optimizer\.zero_grad": "it clears the gradients of an optimizer that is not in the list: add it to "
-    "optimizers=[...]",
+    r"qualname: Optimizer\.zero_grad": f"it clears the gradients of another optimizer: {EACH_OPTIMIZER}",
     r"torch[/\\]distributions[/\\]": "a distribution checks its arguments, for which the host waits: make it "
     "without validate_args=True",
     _RAISED.format(r"(\w+)"): "it raises an exception, {}: {}",
@@ -127,8 +129,7 @@ _WORDS = {
     r"Variable\(Generator\)": "it draws from a torch.Generator: seed the default one with torch.manual_seed, or "
     + _BEFORE,
     r"optim.lr_scheduler\.py": "it steps a learning-rate scheduler: do that between steps",
-    r"graph_break\(\)[\s\S]*optim.optimizer\.py": "it steps an optimizer that is not in the list: add it to "
-    "optimizers=[...]",
+    r"graph_break\(\)[\s\S]*optim.optimizer\.py": f"it steps another optimizer: {EACH_OPTIMIZER}",
     r"requires_grad_\(\) call|setattr\(\) on Tensor\.requires_grad": "it sets requires_grad: do that between calls",
     r"context: builtin (\w+)": _CALLS,
     r"qualname: ([\w.]+)": _CALLS,
