@@ -178,7 +178,7 @@ def test_a_call_that_prints_now_and_then_is_the_only_one_that_runs_as_written() 
 @pytest.mark.parametrize("write", [as_a_factor, in_a_dictionary])
 def test_a_counter_of_another_kind_has_a_graph_for_each_value_and_the_reason_says_what_to_write(write: Any) -> None:
     (reason,) = reasons(check(write))
-    assert re.search(r"since \S*\bcalls\S* is another number now: keep it in a tensor, or pass as a flag", reason)
+    assert re.search(r"since \S*\bcalls\S* has another value now: keep it in a tensor, or pass as a flag", reason)
     assert re.search(r"decides by it \(tests/test_step_counters\.py:\d+: ", reason)
 
 

@@ -215,7 +215,7 @@ def test_the_reason_has_the_line_and_what_to_write_instead(compute: Any, caplog:
         strict(torch.ones(4, 3, dtype=torch.double))
 
 
-KEEP = "is another number now: keep it in a tensor, or pass as a flag what Python decides by it"
+KEEP = "has another value now: keep it in a tensor, or pass as a flag what Python decides by it"
 RETURN = "has another length now: return what the call adds to it, and add that after the call"
 NUMBER = "a number in beta changes: pass it as a tensor"
 CHANGES = {
@@ -226,6 +226,7 @@ CHANGES = {
     "a number in a list": NUMBER,
     "an index": f"kept.pointer {KEEP} (.*kept.buffer[kept.pointer] = loss",
     "a variable": f"scale {KEEP} (.*loss = loss * scale",
+    "a text": f"kept.kind {KEEP} (.*kept.kind != ",
     "a global": f"COUNTS['calls'] {KEEP} (.*COUNTS[",
     "a list": f"losses {RETURN} (.*losses.append(loss",
     "a list in an object": f"kept.losses {RETURN} (.*kept.losses.append(loss",
@@ -253,6 +254,8 @@ def test_a_step_of_which_each_call_is_new_says_what_changes(how: str) -> None:
         if how == "an index":
             kept.buffer[kept.pointer] = loss.detach()
             kept.pointer += 1
+        if how == "a text" and kept.kind != "none":
+            loss = loss + 1
         if how == "a global":
             COUNTS["calls"] += 1
         if how == "a list":
@@ -263,6 +266,7 @@ def test_a_step_of_which_each_call_is_new_says_what_changes(how: str) -> None:
 
     for at in range(8):
         beta, x, scale = 0.1 * at, torch.ones(4, 3), 1.0 + at
+        kept.kind = f"kind {at}"  # type: ignore[assignment]
         args, kwargs = {
             "a number": ((x, beta), {}),
             "a number by name": ((x,), {"beta": beta}),

@@ -24,7 +24,7 @@ File                   Interface                                          Where 
 ..                     ``add_id_match_guard``: identities of weights      a ``TraceError`` names it
 ..                     ``mark_tag_safe_root``: guards that are skipped    none is skipped: checks are slower
 ..                     ``obj_weakref``, ``TensorWeakRef`` of guards       ``swap_tensors`` refuses the tensors
-..                     ``code_list``, ``user_stack`` of guards            a reason has neither name nor line
+..                     ``code_list``, ``user_stack`` of guards            the reason is the guard, as Dynamo writes it
 ..                     ``freevar_name`` of the cell of a closure          a reason has the last attribute as the name
 ``dynamo.py``          ``torch._dynamo.config``                           a setting that is missing is left out
 ..                     ``torch._disable_dynamo``                          what calls a step traces it

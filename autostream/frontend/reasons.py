@@ -23,7 +23,7 @@ def failed_guard(failed: FailedGuard) -> str:
         'losses has another length now: return what the call adds to it, and add that after the call (net.py:9)'
     """
     words = next((words for pattern, words in _GUARDS.items() if re.fullmatch(pattern, failed.code)), "")
-    return _with_line(words.format(failed.name or "something that it reads") or failed.code, failed.line)
+    return _with_line(words.format(failed.name) if failed.name and words else failed.code, failed.line)
 
 
 def _with_line(reason: str, line: str) -> str:
@@ -96,7 +96,7 @@ _GUARDS = {
     "{0}.copy_() do",
     r"\S*\.max_cache_len == \d+": f"its cache has another size: {ONE_CACHE}",
     r"len\(.*\) == \d+": "{} has another length now: return what the call adds to it, and add that after the call",
-    r".* == -?[\d.e+-]+": "{} is another number now: keep it in a tensor, or pass as a flag what Python decides by it",
+    r".* == .*": "{} has another value now: keep it in a tensor, or pass as a flag what Python decides by it",
 }
 """Patterns of guards, as Dynamo writes them, the first of which counts, and words with the name of what is guarded."""
 
