@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from inspect import signature
 from itertools import chain, count
 from typing import Any, cast
@@ -73,14 +73,31 @@ def _differs(one: Structure, other: Structure) -> bool:
 
 def reason_of(error: BaseException) -> str:
     """Why Dynamo has raised this error, in one line, with the user's line where it is known."""
-    stack = "".join(traceback.format_list(getattr(error, "real_stack", None) or ()))
-    line, text = user_line(stack), f"{error}\n{stack}"
-    reason = first_line(error).removeprefix("Unsupported: ").removeprefix("UserError: ")
-    for pattern, words in _WORDS.items():
-        if found := re.search(pattern, text):
-            reason = words.format(*found.groups())
-            break
-    return _with_line(reason, line)
+    stack = _in_text(getattr(error, "real_stack", None))
+    message = first_line(error).removeprefix("Unsupported: ").removeprefix("UserError: ")
+    return _with_line(_in_words(f"{error}\n{stack}") or message, user_line(stack))
+
+
+def reason_of_break(message: str, frames: Sequence[traceback.FrameSummary]) -> str:
+    """Why there is a graph break, in one line, with the user's line where it is known, but without what to do.
+
+    Args:
+        message: Dynamo's.
+        frames: of the user, where the break is.
+    """
+    stack = _in_text(frames)
+    words = _in_words(f"{message}\n{stack}") or message.strip().partition("\n")[0]
+    return _with_line(words.partition(": ")[0], user_line(stack))
+
+
+def _in_words(text: str) -> str:
+    """What a message of Dynamo's and the user's stack say, and what to do; ``""`` if that is not known."""
+    found = ((re.search(pattern, text), words) for pattern, words in _WORDS.items())
+    return next((words.format(*match.groups()) for match, words in found if match), "")
+
+
+def _in_text(frames: Iterable[traceback.FrameSummary] | None) -> str:
+    return "".join(traceback.format_list(frames or ()))
 
 
 AS_A_TENSOR = "pass it as a tensor, or as a flag what Python decides by it"
@@ -116,9 +133,9 @@ _WORDS = {
     r"torch[/\\]distributions[/\\]": "a distribution checks its arguments, for which the host waits: make it "
     "without validate_args=True",
     _RAISED.format(r"(\w+)"): "it raises an exception, {}: {}",
-    r"Data-dependent branching|data-dependent expression|Indexing list with non-scalar": "Python branches on a number "
-    "that the call computes, or indexes with it: use torch.where or torch.index_select, or decide before the call, and "
-    "pass a flag",
+    r"^generic_jump|Data-dependent branching|data-dependent expression|Indexing list with non-scalar": "Python "
+    "branches on a number that the call computes, or indexes with it: use torch.where or torch.index_select, or decide "
+    "before the call, and pass a flag",
     r"context: builtin print |LoggingLogger|logging\.Logger method": "it prints or logs: return what it "
     "says, and print it after the call",
     r"Variable\(ScriptObject\)": "it uses an object of TorchScript's, such as the packed weights of a quantized layer, "
