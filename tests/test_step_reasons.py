@@ -90,6 +90,10 @@ def counts_in_a_namespace(loss: Tensor, other: Optimizer) -> None:
     STATE.calls += 1
 
 
+def writes_at_a_scalar(loss: Tensor, other: Optimizer) -> None:
+    MEMORY[POINTER] = loss.detach()
+
+
 def loads(loss: Tensor, other: Optimizer) -> None:
     TARGET.load_state_dict(SOURCE.state_dict())
 
@@ -131,12 +135,13 @@ class Own(torch.amp.GradScaler):
 
 SCALER, OWN = torch.amp.GradScaler("cpu"), Own("cpu")
 STATE, BATCH = SimpleNamespace(calls=0), itertools.repeat(BUFFER[1])
+MEMORY, POINTER = torch.zeros(9), torch.zeros((), dtype=torch.long)
 TARGET, SOURCE = nn.Linear(3, 1), nn.Linear(3, 1)
 ANOTHER = "another optimizer: write the step with @autostream.step(optimizers=[...]), and list each ("
 DRAW = "draw before the call, and pass what is drawn"
 REASONS: dict[Callable[..., Any], str] = {
-    branches: "Python branches on a number .*use torch.where .*if loss.item() > 3:",
-    branches_on_a_tensor: "Python branches on a number .*use torch.where .*if not torch.isfinite(loss):",
+    branches: "Python branches on a number .*use torch.where.*if loss.item() > 3:",
+    branches_on_a_tensor: "Python branches on a number .*use torch.where.*if not torch.isfinite(loss):",
     prints: "it prints or logs: return what it says.*print(loss)",
     prints_a_text: "it prints or logs: return what it says.*print(f",
     logs: "it prints or logs: return what it says.*logging.getLogger",
@@ -149,6 +154,7 @@ REASONS: dict[Callable[..., Any], str] = {
     loads: "state_dict(): write the tensors in place, .*torch._foreach_copy_(list(target.*TARGET.load_state_dict",
     clears_another: f"{ANOTHER}.*other.zero_grad()",
     counts_in_a_namespace: "SimpleNamespace.*: do that before or after the call.*STATE.calls += 1",
+    writes_at_a_scalar: "or indexes with it: use .* an index of shape (1,).*MEMORY[POINTER] = loss",
     saves: "it calls open, which cannot be captured.*open(",
 }
 BATCHES: dict[Callable[[Tensor], Tensor], str] = {

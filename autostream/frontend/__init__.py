@@ -71,6 +71,7 @@ File                   Interface                                          Where 
 ``freezing.py``        ``TensorVariable.method_requires_grad_``             Dynamo refuses to set ``requires_grad``
 ..                     ``SetAttrBuiltinVariable._call_setattr``           the same
 ``reasons.py``         Dynamo's messages                                  the reason is Dynamo's message
+..                     ``node``, which ``fx.Interpreter`` runs            a reason has no line
 ``scalers.py``         ``GradScaler._scale`` and its like                 a ``TraceError``: the step runs eagerly
 ``steps.py``           ``pop_dynamic_layer_stack`` of functorch           no fallback
 ``submodules.py``      ``nn_module_stack``: ids of modules                no cut points: models cannot be split

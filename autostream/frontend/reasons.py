@@ -9,6 +9,8 @@ from inspect import signature
 from itertools import chain, count
 from typing import Any, cast
 
+from torch import fx
+
 from autostream.analysis.source import user_line
 from autostream.errors import first_line
 from autostream.frontend.guards import FailedGuard
@@ -78,6 +80,14 @@ def reason_of(error: BaseException) -> str:
     return _with_line(_in_words(f"{error}\n{stack}") or message, user_line(stack))
 
 
+def reason_of_op(error: BaseException) -> str:
+    """Why a captured graph has no ATen ops, in one line, with the user's line of the node that has raised the error."""
+    message = first_line(error)
+    nodes = [frame.f_locals.get("node") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    lines = [user_line(node.stack_trace) for node in nodes if isinstance(node, fx.Node)]
+    return _with_line(_in_words(message) or f"its graph has no ATen ops: {message}", "".join(lines[-1:]))
+
+
 def reason_of_break(message: str, frames: Sequence[traceback.FrameSummary]) -> str:
     """Why there is a graph break, in one line, with the user's line where it is known, but without what to do.
 
@@ -134,8 +144,8 @@ _WORDS = {
     "without validate_args=True",
     _RAISED.format(r"(\w+)"): "it raises an exception, {}: {}",
     r"^generic_jump|Data-dependent branching|data-dependent expression|Indexing list with non-scalar": "Python "
-    "branches on a number that the call computes, or indexes with it: use torch.where or torch.index_select, or decide "
-    "before the call, and pass a flag",
+    "branches on a number that the call computes, or indexes with it: use torch.where, torch.index_select or an index "
+    "of shape (1,), or decide before the call, and pass a flag",
     r"context: builtin print |LoggingLogger|logging\.Logger method": "it prints or logs: return what it "
     "says, and print it after the call",
     r"Variable\(ScriptObject\)": "it uses an object of TorchScript's, such as the packed weights of a quantized layer, "
