@@ -17,7 +17,7 @@ from torch.nn.modules import module as nn_module
 from autostream.dispatch.dispatcher import Dispatcher
 from autostream.dispatch.optimized_method import OptimizedMethod
 from autostream.dispatch.padding import PaddingDispatcher
-from autostream.errors import TargetError, shown
+from autostream.errors import TargetError, a_type, shown
 from autostream.frontend.buckets import Bucket
 from autostream.frontend.modules import is_method, module_of
 from autostream.options import Options
@@ -214,9 +214,9 @@ def _examples(inputs: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     """
     if not isinstance(inputs, (Tensor, list, tuple, type(None))):
         hint = ": use example_kwargs for keyword arguments" if isinstance(inputs, Mapping) else ""
-        raise TargetError(f"example_inputs must be a tensor, a list or a tuple, not a {type(inputs).__name__}{hint}")
+        raise TargetError(f"example_inputs must be a tensor, a list or a tuple, not {a_type(inputs)}{hint}")
     if not isinstance(kwargs, (Mapping, type(None))):
-        raise TargetError(f"example_kwargs must be a dict, not a {type(kwargs).__name__}")
+        raise TargetError(f"example_kwargs must be a dict, not {a_type(kwargs)}")
     if unnamed := [key for key in kwargs or () if not isinstance(key, str)]:
         raise TargetError(f"example_kwargs must have names for keys, not {shown(unnamed[0])}")
     return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ()), dict(kwargs or {})

@@ -79,6 +79,17 @@ def first_line(error: BaseException) -> str:
     return " ".join([f"{type(error).__name__}:", *lines[:count]]) if lines else type(error).__name__
 
 
+def a_type(value: object) -> str:
+    """The type of a value with an article, for messages.
+
+    Example:
+        >>> a_type([]), a_type(2)
+        ('a list', 'an int')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 def shown(value: object) -> str:
     """A value for a message of one line: its repr if that is short, else its type.
 
@@ -87,4 +98,4 @@ def shown(value: object) -> str:
         ('3', 'a list')
     """
     text = repr(value)
-    return text if len(text) <= 200 and "\n" not in text else f"a {type(value).__name__}"
+    return text if len(text) <= 200 and "\n" not in text else a_type(value)

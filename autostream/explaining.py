@@ -7,7 +7,7 @@ from torch import nn
 from autostream.api import OptimizedModule, dispatcher_of
 from autostream.dispatch.optimized_callable import OptimizedCallable
 from autostream.dispatch.step_functions import StepFunction
-from autostream.errors import TargetError
+from autostream.errors import TargetError, a_type
 from autostream.reporting.ops import Selection
 from autostream.reporting.report import Report
 from autostream.reporting.text import answers
@@ -47,7 +47,7 @@ def explain(optimized: nn.Module | TrainStep | StepFunction | OptimizedCallable,
     runs = _runs(optimized)
     if runs is None:
         hint = ": give it to optimize_ first" if isinstance(optimized, nn.Module) else ""
-        raise TargetError(f"explain takes what optimize or train_step returned, not a {type(optimized).__name__}{hint}")
+        raise TargetError(f"explain takes what optimize or train_step returned, not {a_type(optimized)}{hint}")
     reports = reports_of(optimized)
     if not reports and getattr(runs, "disabled", False):
         return "it runs plainly: AUTOSTREAM_DISABLE was set when it was optimized"

@@ -24,7 +24,7 @@ from autostream.costs.interconnects import Interconnect, interconnect_of
 from autostream.costs.roofline import price
 from autostream.costs.this_device import costs_here, profile_here
 from autostream.costs.training_time import training_us
-from autostream.errors import AutostreamError, OptionError, TargetError, TraceError, first_line
+from autostream.errors import AutostreamError, OptionError, TargetError, TraceError, a_type, first_line
 from autostream.frontend.modules import name_of
 from autostream.frontend.pipelining import one_stage, orders, split_spec
 from autostream.frontend.submodules import calls_of, saved_for_backward, trained_of
@@ -178,7 +178,7 @@ def chain_of(
     if not isinstance(model, nn.Module):
         raise TargetError(f"split takes a torch.nn.Module, not {model!r}")
     if not isinstance(args, list | tuple):
-        raise TargetError(f"split takes a list of example arguments, not a {type(args).__name__}: split(model, [x], 2)")
+        raise TargetError(f"split takes a list of example arguments, not {a_type(args)}: split(model, [x], 2)")
     profile = profile_named(device) if isinstance(device, str) else device
     if costs == "measured" and profile is not None:
         raise OptionError('costs="measured" needs the device itself: leave out device, or use costs="roofline"')

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -84,6 +86,14 @@ def asks_a_distribution(loss: Tensor, other: Optimizer) -> Tensor:
     return -torch.distributions.Normal(loss, 1.0, validate_args=True).log_prob(loss + 1)
 
 
+def counts_in_a_namespace(loss: Tensor, other: Optimizer) -> None:
+    STATE.calls += 1
+
+
+def writes_at_a_scalar(loss: Tensor, other: Optimizer) -> None:
+    MEMORY[POINTER] = loss.detach()
+
+
 def loads(loss: Tensor, other: Optimizer) -> None:
     TARGET.load_state_dict(SOURCE.state_dict())
 
@@ -111,6 +121,10 @@ def draws(x: Tensor) -> Tensor:
     return x + torch.randn(4, 3, generator=GENERATOR, dtype=torch.double)
 
 
+def takes_the_next(x: Tensor) -> Tensor:
+    return next(BATCH)
+
+
 def makes_a_leaf(x: Tensor) -> Tensor:
     return x + torch.zeros_like(x, requires_grad=True)
 
@@ -120,22 +134,27 @@ class Own(torch.amp.GradScaler):
 
 
 SCALER, OWN = torch.amp.GradScaler("cpu"), Own("cpu")
+STATE, BATCH = SimpleNamespace(calls=0), itertools.repeat(BUFFER[1])
+MEMORY, POINTER = torch.zeros(9), torch.zeros((), dtype=torch.long)
 TARGET, SOURCE = nn.Linear(3, 1), nn.Linear(3, 1)
+ANOTHER = "another optimizer: write the step with @autostream.step(optimizers=[...]), and list each ("
 DRAW = "draw before the call, and pass what is drawn"
 REASONS: dict[Callable[..., Any], str] = {
-    branches: "Python branches on a number .*use torch.where .*if loss.item() > 3:",
-    branches_on_a_tensor: "Python branches on a number .*use torch.where .*if not torch.isfinite(loss):",
+    branches: "Python branches on a number .*use torch.where.*if loss.item() > 3:",
+    branches_on_a_tensor: "Python branches on a number .*use torch.where.*if not torch.isfinite(loss):",
     prints: "it prints or logs: return what it says.*print(loss)",
     prints_a_text: "it prints or logs: return what it says.*print(f",
     logs: "it prints or logs: return what it says.*logging.getLogger",
     converts: "it calls numpy() of a tensor: return the tensor.*loss.detach().numpy()",
-    steps_another: "an optimizer that is not in the list: add it to optimizers=.*other.step()",
-    scales_another: "an optimizer that is not in the list: add it to optimizers=.*SCALER.step(other)",
+    steps_another: f"{ANOTHER}.*other.step()",
+    scales_another: f"{ANOTHER}.*SCALER.step(other)",
     scales_in_its_own_way: "a scaler that is none of PyTorch's.*OWN.scale(loss)",
     schedules: "it steps a learning-rate scheduler: do that between steps.*StepLR(other, 1)",
     asks_a_distribution: "make it without validate_args=True .*distributions.Normal(",
     loads: "state_dict(): write the tensors in place, .*torch._foreach_copy_(list(target.*TARGET.load_state_dict",
-    clears_another: "an optimizer that is not in the list: add it to optimizers=.*other.zero_grad()",
+    clears_another: f"{ANOTHER}.*other.zero_grad()",
+    counts_in_a_namespace: "SimpleNamespace.*: do that before or after the call.*STATE.calls += 1",
+    writes_at_a_scalar: "or indexes with it: use .* an index of shape (1,).*MEMORY[POINTER] = loss",
     saves: "it calls open, which cannot be captured.*open(",
 }
 BATCHES: dict[Callable[[Tensor], Tensor], str] = {
@@ -144,8 +163,14 @@ BATCHES: dict[Callable[[Tensor], Tensor], str] = {
     samples_with_numpy: f"it calls NumPy: {DRAW}.*np.random",
     samples_with_a_generator: f"it calls NumPy: {DRAW}.*RANDOM.integers",
     draws: f"it draws from a torch.Generator: .*{DRAW}.*generator=GENERATOR",
+    takes_the_next: ": do that before or after the call.*next(BATCH)",
     makes_a_leaf: "with requires_grad=True: make it without, and call its requires_grad_() .*zeros_like(x",
 }
+
+
+def pattern(words: str) -> str:
+    """Words, with ``.*`` for what is between them."""
+    return ".*".join(map(re.escape, words.split(".*")))
 
 
 def made(compute: Callable[..., Any]) -> tuple[Update, nn.Linear, list[Optimizer]]:
@@ -184,7 +209,7 @@ def test_the_reason_has_the_line_and_what_to_write_instead(compute: Any, caplog:
         results.append([*losses, *(parameter.detach() for parameter in model.parameters())])
     torch.testing.assert_close(*results, rtol=0, atol=1e-10)
     (reason,) = [refusal.reason for report in step.reports for refusal in report.refusals]
-    assert re.search(".*".join(map(re.escape, {**REASONS, **BATCHES}[compute].split(".*"))), reason)
+    assert re.search(pattern({**REASONS, **BATCHES}[compute]), reason)
     assert re.search(r"\(tests/test_step_reasons\.py:\d+: ", reason)
     assert [report.mode for report in step.reports] == ["plain"]
     (logged,) = [record for record in caplog.records if record.name.startswith("autostream")]
@@ -196,38 +221,82 @@ def test_the_reason_has_the_line_and_what_to_write_instead(compute: Any, caplog:
         strict(torch.ones(4, 3, dtype=torch.double))
 
 
-@pytest.mark.parametrize("how", ["an average", "a number", "a number by name", "a number in a list"])
+KEEP = "has another value now: keep it in a tensor, or pass as a flag what Python decides by it"
+RETURN = "has another length now: return what the call adds to it, and add that after the call"
+NUMBER = "a number in beta changes: pass it as a tensor"
+CHANGES = {
+    "an average": "kept.average is another tensor now: write it in place, as kept.average.lerp_() and "
+    "kept.average.copy_() do",
+    "a number": NUMBER,
+    "a number by name": NUMBER,
+    "a number in a list": NUMBER,
+    "an index": f"kept.pointer {KEEP} (.*kept.buffer[kept.pointer] = loss",
+    "a variable": f"scale {KEEP} (.*loss = loss * scale",
+    "a text": f"kept.kind {KEEP} (.*kept.kind != ",
+    "a global": f"COUNTS['calls'] {KEEP} (.*COUNTS[",
+    "a list": f"losses {RETURN} (.*losses.append(loss",
+    "a list in an object": f"kept.losses {RETURN} (.*kept.losses.append(loss",
+}
+COUNTS = {"calls": 0}
+
+
+@pytest.mark.parametrize("how", CHANGES)
 def test_a_step_of_which_each_call_is_new_says_what_changes(how: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    sgd, kept = torch.optim.SGD(model.parameters(), lr=0.1), nn.Module()
-    kept.average = torch.zeros(1, 3)
+    sgd, kept, losses, scale = torch.optim.SGD(model.parameters(), lr=0.1), nn.Module(), list[Tensor](), 0.0
+    kept.average, kept.buffer, kept.pointer, kept.losses = torch.zeros(1, 3), torch.zeros(9), 0, list[Tensor]()  # type: ignore[assignment]
 
     @autostream.step(optimizers=[sgd], **QUICK)
     def update(x: Tensor, beta: float | list[float] = 0.5) -> Tensor:
         sgd.zero_grad()
         loss: Tensor = model(x).square().mean() * (beta[0] if isinstance(beta, list) else beta)
+        if how == "a variable":
+            loss = loss * scale
         loss.backward()  # type: ignore[no-untyped-call]
         sgd.step()
         if how == "an average":
             kept.average = 0.9 * kept.average + 0.1 * model.weight.detach()
+        if how == "an index":
+            kept.buffer[kept.pointer] = loss.detach()
+            kept.pointer += 1
+        if how == "a text" and kept.kind != "none":
+            loss = loss + 1
+        if how == "a global":
+            COUNTS["calls"] += 1
+        if how == "a list":
+            losses.append(loss.detach())
+        if how == "a list in an object":
+            kept.losses.append(loss.detach())
         return loss
 
     for at in range(8):
-        beta, x = 0.1 * at, torch.ones(4, 3)
+        beta, x, scale = 0.1 * at, torch.ones(4, 3), 1.0 + at
+        kept.kind = f"kind {at}"  # type: ignore[assignment]
         args, kwargs = {
-            "an average": ((x,), {}),
             "a number": ((x, beta), {}),
             "a number by name": ((x,), {"beta": beta}),
             "a number in a list": ((x, [beta]), {}),
-        }[how]
+        }.get(how, ((x,), {}))
         update(*args, **kwargs)
     (reason,) = {refusal.reason for report in update.reports for refusal in report.refusals}
-    assert (
-        "average is another tensor now: write it in place, as average.lerp_() and average.copy_() do"
-        if how == "an average"
-        else "since a number in beta changes: pass it as a tensor"
-    ) in reason
+    assert re.search(pattern(f"since {CHANGES[how]}"), reason)
+    assert re.search(r"\(tests/test_step_reasons\.py:\d+: ", reason) or CHANGES[how] == NUMBER
+
+
+def test_a_loss_that_steps_another_optimizer_says_which_step_takes_it() -> None:
+    model, other = nn.Linear(3, 1), torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        value: Tensor = model(x).square().mean()
+        steps_another(value, other)
+        return value
+
+    step = autostream.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, **QUICK)
+    for _ in range(3):
+        step(torch.ones(4, 3))
+    (reason,) = {refusal.reason for report in step.reports for refusal in report.refusals}
+    assert re.search(pattern(REASONS[steps_another]), reason)
 
 
 def test_what_is_no_step_is_refused_by_name() -> None:

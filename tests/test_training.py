@@ -976,7 +976,7 @@ def test_signatures_beyond_the_limit_run_eagerly_and_are_reported(
     step = assert_trains_alike(Scene(mlp, loss=NUMBERS["a global"], between=grow, steps=6), max_signatures=2)
     assert modes(step) == ["one stream", "one stream", "plain"]
     assert "meets another, since " in reasons(step)
-    assert "L2 is another number now" in reasons(step), "what fails is named"
+    assert "L2 has another value now" in reasons(step), "what fails is named"
 
 
 @pytest.mark.parametrize("kwargs", [{}, CLIPPED])

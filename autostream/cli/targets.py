@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from autostream.cli import zoo
 from autostream.dispatch.step_functions import StepFunction
-from autostream.errors import TargetError, first_line
+from autostream.errors import TargetError, a_type, first_line
 from autostream.training import TrainStep
 
 _SHAPE = re.compile(r"\d+(x\d+)*", re.ASCII)
@@ -229,9 +229,7 @@ def _call(module: ModuleType, factory: str, target: str) -> tuple[nn.Module | St
     except AttributeError as error:
         raise TargetError(f"{target}: {error}; write the name of a function that the module has") from None
     if isinstance(function, nn.Module) or not callable(function):
-        raise TargetError(
-            f"{target} is a {type(function).__name__}, not a factory: name a function that returns a module"
-        )
+        raise TargetError(f"{target} is {a_type(function)}, not a factory: name a function that returns a module")
     _check_arguments(function, (), target)
     with _user_code(f"{target} failed"):
         made = function()
@@ -240,9 +238,7 @@ def _call(module: ModuleType, factory: str, target: str) -> tuple[nn.Module | St
             return made, None
         case nn.Module() | StepFunction() | TrainStep() as model, tuple(args):
             return model, args
-    raise TargetError(
-        f"{target} returned a {type(made).__name__}: a factory returns a module, (module, args) or (step, batch)"
-    )
+    raise TargetError(f"{target} returned {a_type(made)}: a factory returns a module, (module, args) or (step, batch)")
 
 
 def _check_call(model: nn.Module, args: tuple[Any, ...], target: str) -> None:

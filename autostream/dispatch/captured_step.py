@@ -21,6 +21,7 @@ from autostream.frontend.batches import detached
 from autostream.frontend.capture import Capture
 from autostream.frontend.data_parallel import replicas
 from autostream.frontend.eager_only import unusual_model
+from autostream.frontend.guards import FailedGuard
 from autostream.frontend.inputs import aliases_of, described
 from autostream.frontend.step_capture import capture_step
 from autostream.frontend.steps import Traced, trace_step
@@ -76,10 +77,10 @@ class CapturedStep:
         graph = self.scheduled.report.graph
         return [] if graph is None else sorted({graph.ops[name].group for name in graph.collectives})
 
-    def failed(self, call: Call) -> str:
-        """The guard that fails for a call, as Dynamo writes it."""
+    def failed(self, call: Call) -> FailedGuard | None:
+        """The guard that fails for a call, if one does."""
         with torch.enable_grad():
-            return self.captured.guards.failed(self._body, call.args, call.kwargs).strip()
+            return self.captured.guards.failed(self._body, call.args, call.kwargs)
 
     def run(self, call: Call, inputs: Sequence[Tensor]) -> Any:
         """Run a step with these inputs of the captured graph; returns its result.

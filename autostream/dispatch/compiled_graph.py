@@ -37,11 +37,8 @@ from autostream.runtime.graphs_by_address import LatestRun
 from autostream.runtime.input_buffers import BufferTable
 from autostream.runtime.layouts import metadata_check
 from autostream.utils.locks import lock_of, preparing
-from autostream.utils.logs import Log
 from autostream.utils.stopwatch import Stopwatch
 from autostream.utils.storages import storage_of
-
-log = Log(__name__)
 
 InputNames = Sequence[tuple[Role, str]]
 """The role and the name of each input of a graph."""
@@ -216,7 +213,7 @@ class CompiledGraph(SharingCallable):
             if self._context.options.strict:
                 raise
             reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
-            log.warning("%s runs plainly: %s", self._model, reason)
+            self._context.warn(f"{self._model} runs plainly: {reason}")
             return CompiledSignature.refused(label, reason, values)
 
     def _drop(self, signature: CompiledSignature) -> None:
@@ -228,12 +225,12 @@ class CompiledGraph(SharingCallable):
             signature.give_up("it has been replaced")
 
     def _fail(self, signature: CompiledSignature, reason: str) -> None:
-        log.warning("%s runs plainly: %s", self._model, reason)
+        self._context.warn(f"{self._model} runs plainly: {reason}")
         signature.give_up(reason)
 
     def _note(self, reason: str) -> None:
         if reason not in self._refused:
-            log.warning("%s: some calls run plainly: %s", self._model, reason)
+            self._context.warn(f"{self._model}: some calls run plainly: {reason}")
             refusal = Decision("", "plain", reason)
             self._refused[reason] = Report(self._model, "some calls", "plain", refusals=(refusal,), versions=versions())
 

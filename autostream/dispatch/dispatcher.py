@@ -44,6 +44,7 @@ from autostream.frontend.eager_only import (
     unusual_call,
     unusual_tensor,
 )
+from autostream.frontend.guards import FailedGuard
 from autostream.frontend.inputs import aliases_of, described
 from autostream.frontend.modules import forward_of, name_of
 from autostream.frontend.reasons import AS_A_TENSOR, ONE_CACHE, changed_number, failed_guard
@@ -90,12 +91,12 @@ class Dispatcher(OptimizedCallable):
         self.options = options
         self.input_buffers = BufferTable()
         self.disabled = disabled()
-        self._context = ModelContext(options, GraphPools(), self.input_buffers)
+        self._warn = Warned(log)
+        self._context = ModelContext(options, GraphPools(), self.input_buffers, warn=self._warn)
         self._paranoid = paranoid()
         self._lock = lock_of(self)
         self._forget()
         self._bypasses: dict[str, Report] = {}
-        self._warn = Warned(log)
 
     def _forget(self) -> None:
         self._admission = Admission[list[Entry]](self.options.max_signatures)
@@ -387,7 +388,7 @@ class Dispatcher(OptimizedCallable):
                 return self._refusal(reason, key, args, kwargs)
             self._replays.drop_stale()
             if guard := self._failed_guard(others, args, kwargs):
-                log.info("%s is captured again: %s", self.name, guard)
+                log.info("%s is captured again: %s", self.name, guard.code)
             compiled = self._capture(label, args, kwargs)
             if not isinstance(compiled, str):
                 if full and not wanted:  # evict the oldest
@@ -421,10 +422,12 @@ class Dispatcher(OptimizedCallable):
             return f"a number in {name} changes: {AS_A_TENSOR}"
         return _CACHES if has_static_cache((*args, *kwargs.values())) else _SIZES
 
-    def _failed_guard(self, entries: Sequence[Entry], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """The guard of the latest captured one of these entries that fails for a call, or ``""``."""
+    def _failed_guard(
+        self, entries: Sequence[Entry], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> FailedGuard | None:
+        """The guard of the latest captured one of these entries that fails for a call, if one does."""
         captured = [entry for entry in entries if isinstance(entry, CapturedCall)]
-        return captured[-1].guards.failed(self.model, args, kwargs) if captured else ""
+        return captured[-1].guards.failed(self.model, args, kwargs) if captured else None
 
     def _drop(self, key: Hashable, entry: Any) -> None:
         self._replays.drop(entry)

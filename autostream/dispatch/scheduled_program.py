@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -36,8 +36,11 @@ from autostream.tuning.recapture import CopyNote, by_address, captured_into_pool
 from autostream.tuning.select import Execution, detached, may_fail, repeatable, written
 from autostream.tuning.tune import Tuned, tune
 from autostream.utils.locks import preparing
+from autostream.utils.logs import Log, Warned
 from autostream.utils.stopwatch import Stopwatch
 from autostream.utils.storages import storage_of
+
+log = Log(__name__)
 
 
 class NoSchedule(Exception):  # noqa: N818 - a notice between modules, not an error
@@ -67,12 +70,14 @@ class ModelContext:
         input_buffers: buffers that are used in turn, each of which is worth a captured graph of its own.
         make_section: compiles a section of a program that does not fit into one CUDA graph; without it, nothing of such
             a program is captured.
+        warn: logs what is wrong with them, each once.
     """
 
     options: Options
     pools: GraphPools
     input_buffers: BufferTable
     make_section: MakeSection | None = None
+    warn: Warned = field(default_factory=partial(Warned, log))
 
 
 class ScheduledProgram:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from torch import nn
 from torch.fx import GraphModule
 
-from autostream.analysis.source import user_line
 from autostream.dispatch.compiled_graph import CompiledGraph, InputNames, reports_of_graph
 from autostream.frontend.autograd import run_graph
 from autostream.frontend.graph_breaks import ending_of, with_breaks
@@ -80,9 +79,7 @@ class SplitCall:
     def add(self, module: GraphModule, example_inputs: Sequence[Any]) -> int:
         """Compile another graph of the model; returns its index in ``runs``."""
         graphs: list[CompiledGraph] = []
-        reason, stack = ending_of(module)
-        line = user_line(stack)
-        self._graphs.append((graphs, f"{reason} ({line})" if line else reason))
+        self._graphs.append((graphs, ending_of(module)))
         self.runs.append(run_graph(module, example_inputs, partial(self._make, graphs)))
         return len(self.runs) - 1
 

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdRef
 from autostream.errors import TargetError, TraceError
 from autostream.frontend.data_parallel import DataParallel, replicas
 from autostream.frontend.eager_only import anomaly_detection, unusual_call, unusual_tensor
+from autostream.frontend.guards import FailedGuard
 from autostream.frontend.inputs import aliases_of
 from autostream.frontend.optimizers import Hyperparameters, groups_of, obstacle
 from autostream.frontend.parameters import have_hooks, have_no_gradients, parameters_of, state_of
@@ -173,9 +174,9 @@ class Refusal:
         """``()`` if capturing the call would fail again, ``None`` if it may not."""
         return () if self.begins_without in (call.begins_without, None) else None
 
-    def failed(self, call: Call) -> str:
-        """``""``: it has no guards."""
-        return ""
+    def failed(self, call: Call) -> FailedGuard | None:
+        """``None``: it has no guards."""
+        return None
 
 
 def call_of(step: WrittenStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | Refusal:

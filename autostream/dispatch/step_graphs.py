@@ -236,8 +236,9 @@ class StepGraphs:
             if name := changed_number(self.step.body.function, call.key.structure, latest.structure):
                 return f"{reason}, and meets another, since a number in {name} changes: {AS_A_TENSOR}"
             return f"{reason}, and meets another: {call.key.difference(latest)} changed"
-        failed = failed_guard(entries[-1].failed(call))
-        return f"{reason}, and meets another{failed and ', since '}{failed}"
+        failed = entries[-1].failed(call)
+        reason = f"{reason}, and meets another"
+        return f"{reason}, since {failed_guard(failed)}" if failed else reason
 
     def _compared(self, entry: CapturedStep, call: Call, inputs: Sequence[Tensor]) -> Any:
         """The result of a run that was compared with the eager step."""

@@ -24,6 +24,8 @@ File                   Interface                                          Where 
 ..                     ``add_id_match_guard``: identities of weights      a ``TraceError`` names it
 ..                     ``mark_tag_safe_root``: guards that are skipped    none is skipped: checks are slower
 ..                     ``obj_weakref``, ``TensorWeakRef`` of guards       ``swap_tensors`` refuses the tensors
+..                     ``code_list``, ``user_stack`` of guards            the reason is the guard, as Dynamo writes it
+..                     ``freevar_name`` of the cell of a closure          a reason has the last attribute as the name
 ``dynamo.py``          ``torch._dynamo.config``                           a setting that is missing is left out
 ..                     ``torch._disable_dynamo``                          what calls a step traces it
 ..                     ``convert_frame.compile_lock``                     no lock: only one thread may compile
@@ -69,6 +71,7 @@ File                   Interface                                          Where 
 ``freezing.py``        ``TensorVariable.method_requires_grad_``             Dynamo refuses to set ``requires_grad``
 ..                     ``SetAttrBuiltinVariable._call_setattr``           the same
 ``reasons.py``         Dynamo's messages                                  the reason is Dynamo's message
+..                     ``node``, which ``fx.Interpreter`` runs            a reason has no line
 ``scalers.py``         ``GradScaler._scale`` and its like                 a ``TraceError``: the step runs eagerly
 ``steps.py``           ``pop_dynamic_layer_stack`` of functorch           no fallback
 ``submodules.py``      ``nn_module_stack``: ids of modules                no cut points: models cannot be split

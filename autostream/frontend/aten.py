@@ -21,9 +21,10 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
-from autostream.errors import AutostreamError, TraceError, first_line
+from autostream.errors import AutostreamError, TraceError
 from autostream.frontend.as_strided import check_as_strided
 from autostream.frontend.dynamo import compile_lock, compile_session
+from autostream.frontend.reasons import reason_of_op
 from autostream.ir import Placeholder, Program, Role
 from autostream.utils import operators
 from autostream.utils.storages import storage_of
@@ -126,7 +127,7 @@ def traced_on_fakes(
     except AutostreamError:
         raise
     except Exception as error:
-        raise TraceError(f"its graph has no ATen ops: {first_line(error)}") from error
+        raise TraceError(reason_of_op(error)) from error
     finally:
         drop_weak_references(mode)
     constants = (getattr(traced, str(node.target), None) for node in traced.graph.find_nodes(op="get_attr"))

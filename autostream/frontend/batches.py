@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autostream.errors import TargetError, TraceError
+from autostream.errors import TargetError, TraceError, a_type
 from autostream.frontend.tree import flatten, map_tensors, unflatten
 
 Batch = tuple[Any, ...]
@@ -56,9 +56,9 @@ def loss_in(result: Any) -> Tensor:
     """
     loss = result[0] if isinstance(result, (tuple, list)) and result else result
     if not isinstance(loss, Tensor):
-        kind = type(loss).__name__
+        kind = a_type(loss)
         raise TargetError(
-            f"loss_fn returned a {kind}: let it return the loss, a scalar tensor, or a tuple that begins with it"
+            f"loss_fn returned {kind}: let it return the loss, a scalar tensor, or a tuple that begins with it"
         )
     if loss.numel() != 1:
         shape = "x".join(map(str, loss.shape))

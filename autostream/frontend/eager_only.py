@@ -18,6 +18,8 @@ from torch.nn.modules import module as _modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from autostream.errors import a_type
+
 _ORDINARY = {Tensor, nn.Parameter, nn.Buffer}
 _DEVICES = {"cpu", "cuda"}
 
@@ -169,7 +171,7 @@ _is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda ten
 
 def unusual(tensor: Tensor) -> str:
     """Why a tensor is not an ordinary strided tensor; or ``""``."""
-    return unusual_memory(tensor) if type(tensor) in _ORDINARY else f"is a {type(tensor).__name__}"
+    return unusual_memory(tensor) if type(tensor) in _ORDINARY else f"is {a_type(tensor)}"
 
 
 def unusual_memory(tensor: Tensor) -> str:

@@ -6,7 +6,6 @@ graph with a backend of ours. Private interfaces of Dynamo are listed in ``front
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.fx import GraphModule
 
 from autostream.errors import first_line
 from autostream.frontend.dynamo import compiling, errors_not_logged
+from autostream.frontend.reasons import reason_of_break
 from autostream.utils.locks import preparing
 
 Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -90,12 +90,7 @@ def _stance() -> str:
     return getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "unknown")
 
 
-def ending_of(module: GraphModule) -> tuple[str, str]:
-    """The reason for the graph break after a graph, and the user's stack there as text; ``""`` without a break."""
+def ending_of(module: GraphModule) -> str:
+    """The reason for the graph break after a graph, with the user's line; ``""`` without a break."""
     reason = getattr(module, "compile_subgraph_reason", None)
-    if reason is None or not reason.graph_break:
-        return "", ""
-    text = reason.reason.strip().partition("\n")[0]
-    if text.startswith("generic_jump"):
-        text = "a branch depends on the value of a tensor"
-    return text, "".join(traceback.format_list(reason.user_stack))
+    return reason_of_break(reason.reason, reason.user_stack) if reason and reason.graph_break else ""

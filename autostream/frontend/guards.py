@@ -12,7 +12,10 @@ Private to PyTorch; see the table in ``frontend/__init__.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 from torch.utils.weak import TensorWeakRef
 
+from autostream.analysis.source import user_line
 from autostream.frontend.dynamo import configured, timed
 
 GUARDS_SKIP_WEIGHTS = TorchVersion(torch.__version__) < TorchVersion("2.13")
@@ -38,6 +42,21 @@ _MOST_BUILDS = 8
 """How often guards are built at most: a model that keeps writing dictionaries keeps making them slow."""
 
 
+@dataclass(frozen=True, slots=True)
+class FailedGuard:
+    """A guard that fails for a call.
+
+    Attributes:
+        code: what it checks, as Dynamo writes it.
+        name: of what it checks, as the user's code has it, such as ``memory.pointer``; ``""`` if that is not known.
+        line: of the user's code, for which Dynamo checks it; ``""`` if that is not known.
+    """
+
+    code: str
+    name: str = ""
+    line: str = ""
+
+
 class Guards:
     """Whether a captured graph may be reused for a call.
 
@@ -48,10 +67,11 @@ class Guards:
     Args:
         build: builds Dynamo's guard manager for the locals of a call for which the guards hold.
         scope: the locals of the captured call.
+        guards: Dynamo's, from which it is built.
     """
 
-    def __init__(self, build: Callable[[dict[str, Any]], Any], scope: dict[str, Any]) -> None:
-        self._build = build
+    def __init__(self, build: Callable[[dict[str, Any]], Any], scope: dict[str, Any], guards: Iterable[Any]) -> None:
+        self._build, self._guards = build, guards
         modules = _modules_of(scope["model"])
         self._classes, self._forward = [*map(type, modules)], _forward_of(modules)
         self._modules: list[nn.Module] | None = None
@@ -69,14 +89,26 @@ class Guards:
             self._rebuild(scope)
         return True
 
-    def failed(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """The guard that fails for a call, as Dynamo writes it; ``""`` where none does."""
+    def failed(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> FailedGuard | None:
+        """The guard that fails for a call; ``None`` where none does."""
         if self._manager.lost:
-            return f"{self._manager.lost} is gone"
+            return FailedGuard(f"{self._manager.lost} is gone")
         checked = self._manager.guard_manager.check_verbose({"model": model, "args": args, "kwargs": kwargs})
-        if checked.result:
-            return "" if self._has_same_classes(model) else "a module is of another class now, or its class has changed"
-        return "; ".join(part.partition("#")[0].strip() for part in checked.verbose_code_parts)
+        if not checked.result:
+            return self._in_words([_COMMENT.split(part)[0].strip() for part in checked.verbose_code_parts])
+        if self._has_same_classes(model):
+            return None
+        return FailedGuard("a module is of another class now, or its class has changed")
+
+    def _in_words(self, parts: Sequence[str]) -> FailedGuard:
+        """A guard, as its parts are written, with what Dynamo keeps of the one from which it was built."""
+        failed = [guard for guard in self._guards if {*parts} & {*(getattr(guard, "code_list", None) or ())}]
+        if not failed:
+            return FailedGuard("; ".join(parts))
+        source = failed[0].originating_source
+        stacks = (getattr(guard, "user_stack", None) for guard in self._guards if guard.originating_source == source)
+        lines = (user_line("".join(traceback.format_list(stack or ()))) for stack in stacks)
+        return FailedGuard("; ".join(parts), words_of(source), next(filter(None, lines), ""))
 
     def _has_same_classes(self, model: Callable[..., Any]) -> bool:
         """Whether all modules have the classes that they had when they were captured.
@@ -127,7 +159,7 @@ def guards_of(graph_output: Any, code: CodeType, scope: dict[str, Any]) -> Guard
             state.local_scope = {}  # it would keep the arguments alive
             _drop_weak_references(state.guards)
 
-    return Guards(build, scope)
+    return Guards(build, scope, state.guards)
 
 
 @cache
@@ -150,6 +182,32 @@ def source_name(source: Any) -> str:
     return str(source.name() if callable(source.name) else source.name)
 
 
+def words_of(source: Any) -> str:
+    """What Dynamo reads from a source, as the user's code names it, as far as that is known.
+
+    A path begins with a global, or with a variable of a closure. Others, such as those in a model, are the last
+    attribute alone.
+    """
+    steps: list[str] = []
+    while not (name := getattr(source, "freevar_name", "") or getattr(source, "global_name", "")):
+        base, index = getattr(source, "base", None), getattr(source, "index", None)
+        if base is None:
+            last = next((at for at, step in enumerate(steps) if step.startswith(".")), len(steps))
+            return "".join(reversed(steps[: last + 1])).removeprefix(".")
+        is_attribute = isinstance(index, str) and _is_table(source_name(base))
+        if member := index if is_attribute else getattr(source, "member", ""):
+            steps.append(f".{member}")
+        elif isinstance(index, int | str):
+            steps.append(f"[{index!r}]")
+        source = base.base if is_attribute else base
+    path = "".join(reversed(steps))
+    return path.removeprefix(".") if name.startswith("__import_") else f"{name}{path}"
+
+
+_COMMENT = re.compile(r"\s+# |\s+\(HINT: ")
+"""What Dynamo writes behind a guard: the user's line, and the name of a variable."""
+
+
 def guard_identities(graph_output: Any, sources: Sequence[Any]) -> None:
     """Guard which object each of these sources is, with the C++ guard that ``ID_MATCH`` uses.
 
@@ -165,6 +223,7 @@ def guard_identities(graph_output: Any, sources: Sequence[Any]) -> None:
 
 def _identity(builder: Any, guard: Any) -> None:
     message = [f"{source_name(guard.originating_source)} is the object that was captured"]
+    guard.code_list = message
     builder.get_guard_manager(guard).add_id_match_guard(id(builder.get(guard)), message, guard.user_stack)
 
 

@@ -24,7 +24,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import TorchFunctionMode
 
-from autostream.errors import TraceError
+from autostream.errors import TraceError, a_type
 from autostream.frontend.dynamo import compile_session
 from autostream.frontend.tree import Constant, Structure, flatten
 
@@ -200,8 +200,8 @@ def unfit(optimizer: Optimizer, inputs: Mapping[int, Input]) -> str:
             try:
                 _scalar(value, torch.device("cpu"))
             except TypeError:
-                kind = type(value).__name__
-                return f"{name} of {type(optimizer).__name__} is a {kind}, and a graph takes numbers and tensors"
+                kind = a_type(value)
+                return f"{name} of {type(optimizer).__name__} is {kind}, and a graph takes numbers and tensors"
     return ""
 
 

@@ -11,6 +11,7 @@ from itertools import chain
 from torch import Tensor
 from torch.optim import Optimizer
 
+from autostream.errors import a_type
 from autostream.frontend.eager_only import unusual
 from autostream.utils.storages import share_bytes
 
@@ -87,7 +88,7 @@ def state_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> State | str:
             if isinstance(value, Tensor):
                 state[at, name] = value
             elif value is not None:
-                return f"the optimizer's state has a {type(value).__name__} ({name}), and a graph takes tensors"
+                return f"the optimizer's state has {a_type(value)} ({name}), and a graph takes tensors"
     if share_bytes(tensor for tensor in (*parameters, *state.values()) if not unusual(tensor)):
         return _OVERLAPPING
     for (at, name), value in state.items():  # after the check above: tensors that are moved share nothing any more

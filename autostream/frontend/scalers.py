@@ -18,6 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from autostream.errors import TraceError
 from autostream.frontend.parameters import clear_gradients
+from autostream.frontend.reasons import EACH_OPTIMIZER
 
 _LIBRARY = torch.library.Library("autostream", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
@@ -79,7 +80,7 @@ def _scaled(optimizer: Any, method: str, scaler: Any) -> None:
     except AttributeError:
         scaled = None
     if scaled is None:
-        raise TraceError("it gives a GradScaler an optimizer that is not in the list: add it to optimizers=[...]")
+        raise TraceError(f"it gives a GradScaler another optimizer: {EACH_OPTIMIZER}")
     scaled(method, scaler)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
+from autostream.errors import a_type
 from autostream.frontend.settings import numerics
 from autostream.fusion.kernel_json import NotSerializable, argument_to_json, operator_to_json
 from autostream.ir import Program
@@ -89,7 +90,7 @@ def _value(value: object, storages: dict[int, int]) -> Json:
     if not isinstance(value, Tensor):
         return argument_to_json(value)
     if not isinstance(value, FakeTensor) or value.layout != torch.strided:
-        raise NotSerializable(f"a value that is a {type(value).__name__} of layout {value.layout}")
+        raise NotSerializable(f"a value that is {a_type(value)} of layout {value.layout}")
     storage = storages.setdefault(storage_of(value), len(storages))
     layout = (tuple(value.shape), value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
     flags = (value.requires_grad, value.is_conj(), value.is_neg(), value.is_inference())

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autostream.errors import a_type
 from autostream.ir import Program
 from autostream.utils.data import Json
 from autostream.utils.kernels import Kernel
@@ -152,7 +153,7 @@ def argument_to_json(argument: object) -> Json:
             return {"torch": str(argument).removeprefix("torch.")}
         case torch.device():
             return {"device": str(argument)}
-    raise NotSerializable(f"{argument!r}, a {type(argument).__name__}")
+    raise NotSerializable(f"{argument!r}, {a_type(argument)}")
 
 
 def argument_from_json(data: Json, nodes: Mapping[str, fx.Node]) -> Any:

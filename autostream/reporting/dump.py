@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from autostream.errors import a_type
 from autostream.reporting.explanation import explanation_of
 from autostream.reporting.parts import captured_share
 from autostream.reporting.summary import summary_of
@@ -58,4 +59,4 @@ def _plain(value: Any) -> Any:
             return [_plain(inner) for inner in value]
     if dataclasses.is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    raise TypeError(f"a report holds a {type(value).__name__}, which JSON has no form for: {value!r}")
+    raise TypeError(f"a report holds {a_type(value)}, which JSON has no form for: {value!r}")

@@ -98,11 +98,11 @@ def test_a_file_elsewhere_can_import_its_neighbours(models: Path, tmp_path: Path
         ("no_such.module:f", "cannot import 'no_such.module': ModuleNotFoundError: No module named 'no_such'"),
         ("..relative:f", "cannot import '..relative': "),
         ("my_models:Missing", "my_models:Missing: module 'my_models' has no attribute 'Missing'; write the name of"),
-        ("my_models:answer", "my_models:answer is a int, not a factory: name a function that returns a module"),
+        ("my_models:answer", "my_models:answer is an int, not a factory: name a function that returns a module"),
         ("my_models:ready", "my_models:ready is a Pair, not a factory"),
         (
             "my_models:number",
-            "my_models:number returned a int: a factory returns a module, (module, args) or (step",
+            "my_models:number returned an int: a factory returns a module, (module, args) or (step",
         ),
         ("my_models:no_tuple", "my_models:no_tuple returned a tuple: a factory returns"),
         ("my_models:takes_one", "my_models:takes_one does not take 0 inputs: missing a required argument: 'x'"),

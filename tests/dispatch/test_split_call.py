@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -372,3 +373,27 @@ def test_the_reason_is_in_plain_words(
     fast, plain = twins(make)
     same(fast(t(2, 4)), plain(t(2, 4)))
     assert words in reasons(fast)
+
+
+@torch.no_grad()
+def test_a_part_says_in_plain_words_at_which_line_it_ends() -> None:
+    """What to write instead is said once, by the reason of the call."""
+
+    def breaks(s: Model, x: Tensor) -> Tensor:
+        x = x + 1
+        print(end="")
+        y = x.exp()
+        x = y * next(s.factors)
+        if x.sum() > 0:
+            x = x.sin()
+        return x.cos()
+
+    fast = autostream.optimize(Model(breaks, factors=iter([torch.ones(3)] * 9)))
+    fast(torch.ones(3))
+    (report,) = fast.reports
+    (reason,) = (refusal.reason for refusal in report.refusals if refusal.choice == "graph breaks")
+    assert reason.startswith("it prints or logs: return what it says")
+    ends = r"it prints .*print\(", "Dynamo does not .*x = y", "Python branches on a number .*if x", ""
+    line = r"\(tests/dispatch/test_split_call\.py:\d+: "
+    for part, ended in zip(report.parts, ends, strict=True):
+        assert re.match(ended.replace(".*", f"[^:]*{line}") or "$", part.ended)

@@ -61,7 +61,7 @@ def _hook_on_all_modules() -> Any:
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a number in the state": (_keep_the_step_as_a_number, "the optimizer's state has a int (step)"),
+    "a number in the state": (_keep_the_step_as_a_number, "the optimizer's state has an int (step)"),
     "a hyperparameter of an unknown type": (
         lambda step: step.optimizer.param_groups[0].update(weight_decay=Fraction(1, 10)),
         "a hyperparameter of Adam: a value of type fractions.Fraction",

@@ -5,6 +5,11 @@ Importing torch takes longer than most scenarios, so processes run all of them, 
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.distributed.processes import LOST, Scenario, outcomes
@@ -26,3 +31,38 @@ def test_all_scenarios_end_as_they_should(scenarios: dict[str, Scenario], proces
     good = {name: [*[""] * (processes - 1), LOST if name == killed else ""] for name in scenarios}
     wrong = {name: "\n".join(texts) for name, texts in found.items() if texts != good[name]}
     assert not wrong, "\n".join(f"{name}: {text}" for name, text in wrong.items())
+
+
+LAUNCHED = """
+import torch, autostream
+torch.distributed.init_process_group("gloo")
+model = torch.nn.Linear(3, 1)
+sgd, world = torch.optim.SGD(model.parameters(), lr=0.1), torch.distributed.group.WORLD
+step = autostream.train_step(model, sgd, torch.nn.MSELoss(), data_parallel=world, policy="sequential")
+step(torch.ones(4, 3), torch.ones(4, 1))
+if torch.distributed.get_rank() == 1:
+    torch.distributed.recv(torch.ones(1), 0)
+    raise ValueError("a fault of mine")
+torch.distributed.send(torch.ones(1), 1)
+step(torch.ones(4, 3), torch.ones(4, 1))
+print("went on", flush=True)
+"""
+
+
+def test_torchrun_ends_the_others_where_one_fails_that_they_wait_for(tmp_path: Path) -> None:
+    """Their own limit is longer than that of this test."""
+    script = tmp_path / "train.py"
+    script.write_text(LAUNCHED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command += ["--nproc-per-node=2", str(script)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment) as agent:
+        try:
+            told, _ = agent.communicate(timeout=120)
+        finally:
+            agent.terminate()  # which ends what it has started
+    assert agent.returncode == 1, told
+    assert "ValueError: a fault of mine" in told
+    assert "went on" not in told
+    assert "GroupError" not in told

@@ -19,7 +19,7 @@ def test_state_is_found_by_parameter_and_step_counters_are_moved_to_its_device()
     assert state.names == ((1, "step"), (1, "exp_avg"))
     assert state.tensors[1] is optimizer.state[model.bias]["exp_avg"]
     optimizer.state[model.bias] = {"step": 1}
-    assert "the optimizer's state has a int (step)" in str(state_of(optimizer, parameters_of(optimizer)))
+    assert "the optimizer's state has an int (step)" in str(state_of(optimizer, parameters_of(optimizer)))
 
 
 def test_a_step_counter_that_parameters_share_is_refused_and_not_moved() -> None:
