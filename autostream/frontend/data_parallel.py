@@ -8,6 +8,7 @@ stand after the gradients of each backward. Each bucket is reduced as soon as it
 of the backward.
 
 Buckets are those of ``DistributedDataParallel``: in reverse order of parameters, the first of 1 MiB, others of 25 MiB.
+But the last 1 MiB, which nothing is left to hide, is a bucket of its own.
 All processes have to differentiate the same parameters in each backward.
 """
 
@@ -24,9 +25,11 @@ from torch import Tensor, nn
 from autostream.errors import TargetError
 from autostream.options import processes_started
 
-_FIRST_BUCKET = 1 << 20
+_SMALL_BUCKET = 1 << 20
+"""Bytes that fill the first bucket, so that sums begin early, and the last, so that they end soon."""
+
 _BUCKET = 25 << 20
-"""Bytes after which a bucket is full."""
+"""Bytes that fill another one."""
 
 
 @dataclass(frozen=True)
@@ -118,21 +121,30 @@ def buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
     Example:
         >>> small, large = torch.empty(8), torch.empty(1 << 20)
         >>> buckets([small, large, small, small.double(), small])
-        [[4, 2, 1], [3], [0]]
+        [[3], [4, 2, 1], [0]]
+        >>> buckets([small, large, large, large, large, small])
+        [[5, 4], [3, 2], [1, 0]]
     """
+    kinds = [(parameter.dtype, parameter.device) for parameter in parameters]
+    sizes = [parameter.numel() * parameter.itemsize for parameter in parameters]
+    last: dict[Any, int] = {}  # of the parameters that fill the last bucket, by kind
+    before = dict.fromkeys(kinds, 0)
+    for at, kind in enumerate(kinds):
+        if before[kind] < _SMALL_BUCKET:
+            last[kind] = at
+        before[kind] += sizes[at]
     done: list[list[int]] = []
-    filling: dict[Any, list[int]] = {}
-    sizes: dict[Any, int] = {}
-    limits: dict[Any, int] = {}
+    filling: dict[Any, list[int]] = {kind: [] for kind in kinds}
+    filled, limits = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, _SMALL_BUCKET)
     for at in reversed(range(len(parameters))):
-        parameter = parameters[at]
-        kind = parameter.dtype, parameter.device
-        filling.setdefault(kind, []).append(at)
-        sizes[kind] = sizes.get(kind, 0) + parameter.numel() * parameter.itemsize
-        if sizes[kind] >= limits.get(kind, _FIRST_BUCKET):
-            done.append(filling.pop(kind))
-            sizes[kind], limits[kind] = 0, _BUCKET
-    return [*done, *filling.values()]
+        kind = kinds[at]
+        if filled[kind] >= (_SMALL_BUCKET if at == last[kind] else limits[kind]):
+            done.append(filling[kind])
+            filling[kind], filled[kind], limits[kind] = [], 0, _BUCKET
+        filling[kind].append(at)
+        filled[kind] += sizes[at]
+    done += filter(None, filling.values())
+    return sorted(done, key=lambda bucket: -bucket[-1])  # as they fill
 
 
 def _dimensions(tensor: Tensor) -> list[int]:
