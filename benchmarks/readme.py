@@ -20,7 +20,16 @@ from typing import Any
 from tabulate import tabulate
 
 from autostream.cli.changes import Measure
-from benchmarks import data_parallel, generation, losses, partial_graphs, predictions, prefetching, random_search
+from benchmarks import (
+    data_parallel,
+    generation,
+    losses,
+    partial_graphs,
+    predictions,
+    prefetching,
+    random_search,
+    two_devices,
+)
 from benchmarks.compare import changes
 from benchmarks.harness.table import ratios_table
 from benchmarks.memory import memory_table
@@ -48,13 +57,17 @@ _MEASURES: dict[Measure, str] = {"call": "Back to back, host included:", "device
 
 
 _TABLES: dict[str, Callable[[Any], str]] = {
-    **{f"data_parallel-{world}": lambda result: data_parallel.table(result["rows"]) for world in (1, 2)},
+    **{
+        f"data_parallel-{world}": lambda result: data_parallel.table(result["rows"])
+        for world in ("1", "2", "2-resnet50")
+    },
     "generation": lambda result: generation.table(result["rows"]),
     "losses": lambda result: losses.table(result["rows"]),
     "partial_graphs": lambda result: partial_graphs.table(result["rows"]),
     "predictions": predictions.table,
     "prefetching": lambda result: prefetching.table(result["rows"]),
     "random_search": lambda result: random_search.table(result["rows"]),
+    "two_devices": lambda result: two_devices.table(result["rows"]),
 }
 """Tables of other results than suites, by file name."""
 
