@@ -208,8 +208,8 @@ class _Writer:
 
     def section(self, at: int) -> Section:
         """Write the next part, and a call of it in the graph of the whole program."""
-        nodes = [*self._copied_for(self._nodes[at]), *self._nodes[at]]
-        inside = set(nodes)
+        inside = {*self._copied_for(self._nodes[at]), *self._nodes[at]}
+        nodes = sorted(inside, key=self._position.__getitem__)
         inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
         arguments = sorted(inputs, key=lambda node: node not in self._bound)
         results = [node for node in self._nodes[at] if self._is_result(node)]

@@ -22,7 +22,7 @@ from autostream.ir import OpGraph, Role
 from autostream.runtime import host_copies
 from autostream.runtime.cutting import SplitProgram, split_program
 from autostream.scheduling.cut import LONG_BYTES, Part
-from tests.cuts import REFUSED, cut_everything, graph_with, placed
+from tests.cuts import REFUSED, cut_everything, graph_with, moved, over_devices, placed
 from tests.runtime.programs import MODELS, Case, case_of, same, sample
 from tests.semantics import Model
 
@@ -34,7 +34,7 @@ def split(case: Case, *refused: str) -> SplitProgram:
 
 def split_at(case: Case, graph: OpGraph, parts: Sequence[Part] | None = None) -> SplitProgram:
     bound = [p.role is not Role.INPUT for p in case.program.placeholders]
-    views = argument_views(case.program.module.graph)
+    views = argument_views(case.program.module.graph, {op.name for op in graph.ops.values() if op.crosses == "peer"})
     parts = cut_everything(graph) if parts is None else parts
     return split_program(case.program, graph, parts or (Part(tuple(graph.ops), ""),), bound, views)
 
@@ -103,6 +103,17 @@ def test_a_possible_view_is_in_a_part_of_its_device() -> None:
     assert devices == [{"cuda:0"}, {"cuda:1"}]
     assert [name for at in (0, 1) for name in nodes(whole, at) if "reshape" in name] == ["reshape", "reshape_1"]
     check_same(case, whole)
+
+
+def test_a_view_of_a_copy_between_devices_is_made_where_it_is_used() -> None:
+    """X ─▶ COPY ─▶ t ─▶ sin, in two parts or in one, which has both the copy and its view."""
+    case = case_of(lambda x: moved(x).t().sin(), torch.randn(3, 2))
+    graph = over_devices(analyze(case.program), lambda op: "cuda:1", lambda op: op.name != "sin")
+    apart = split_at(case, graph, [Part(("to",), ""), Part(("sin",), "cuda:1")])
+    together = split_at(case, graph, [Part(("to", "sin"), "")])
+    assert [nodes(apart, at) for at in (0, 1)] == [["input_0", "to", "output"], ["to", "t", "sin", "output"]]
+    for whole in (apart, together):
+        check_same(case, whole)
 
 
 def test_outputs_may_be_arguments_and_views_of_them() -> None:
