@@ -21,6 +21,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
+from autostream.analysis.source import user_line
 from autostream.errors import AutostreamError, TraceError
 from autostream.frontend.as_strided import check_as_strided
 from autostream.frontend.dynamo import compile_lock, compile_session
@@ -239,13 +240,34 @@ def _relocate(module: fx.GraphModule, device: torch.device) -> None:
                     value.fake_device = device
 
 
+def _check_shapes(graph: fx.Graph) -> None:
+    """Refuse ops that give an argument another shape or other strides, as ``t_`` does: a replay does not.
+
+    Raises:
+        TraceError: the message has the user's line.
+    """
+    for node in graph.nodes:
+        if isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags:
+            changed: fx.Node | None = node
+            while changed is not None and isinstance(changed.target, OpOverload):
+                changed = operators.written_and_returned(changed, changed.target)
+            if changed is not None and changed.op == "placeholder":
+                name, line = operators.base_name(node.target), user_line(node.stack_trace)
+                raise TraceError(
+                    f"{name} changes the shape of an argument, or of a tensor of the model, and a replay does not: use "
+                    f"{name.removesuffix('_')}" + (line and f" ({line})")
+                )
+
+
 def _program(module: fx.GraphModule, placeholders: tuple[Placeholder, ...]) -> Program:
     """The program of a flat graph of ATen ops.
 
     Raises:
-        TraceError: it reads memory of an argument beyond its elements, or returns a value that is not a tensor.
+        TraceError: it reads memory of an argument beyond its elements, gives one another shape, or returns a value that
+            is not a tensor.
     """
     check_as_strided(module.graph)
+    _check_shapes(module.graph)
     device, *peers = _devices_of(module)
     results: Any = module.graph.output_node().args[0]
     if not all(isinstance(result, fx.Node) for result in results):

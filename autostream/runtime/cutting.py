@@ -93,11 +93,11 @@ def split_program(
 
 
 def _with_written(graph: fx.Graph, ops: Mapping[str, Op]) -> fx.Graph:
-    """The same graph, where what an op on a device writes in place and returns is used instead of the op's result."""
+    """The same graph, where what a pointwise op writes in place and returns is used instead of the op's result."""
     written = copy.deepcopy(graph)
     for node in written.nodes:
-        in_place = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
-        if in_place and node.name in ops and not ops[node.name].crosses:
+        pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+        if pointwise and node.name in ops and not ops[node.name].crosses:  # not ``t_``, after which it is another view
             argument = written_and_returned(node, node.target)
             if argument is not None:
                 node.replace_all_uses_with(argument)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -89,3 +90,31 @@ def test_what_a_dropout_returns_that_drops_nothing_is_its_argument(drop: Any, ho
     names = {op.target: name for name, op in report.graph.ops.items()}
     edges = {(each.before, each.after) for each in report.graph.dependencies}
     assert (names["aten.add_.Tensor"], names["aten.cos.default"]) in edges
+
+
+class Turned(nn.Module):
+    """Adds to a buffer and turns it, or a value of its own; with a tuple of both."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.own, self.state = own, nn.Buffer(torch.arange(6.0).view(2, 3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        turned = self.state.sin() if self.own else self.state.add_(1)
+        return turned.t_(), x + self.state.mean()
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["a buffer", "a value of its own"])
+def test_what_gives_a_tensor_of_the_model_another_shape_runs_as_it_is(own: bool) -> None:
+    ours, theirs = Turned(own), Turned(own)
+    fast = autostream.optimize(ours, policy="sequential")
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(fast(torch.ones(2)), theirs(torch.ones(2)))
+            assert ours.state.stride() == theirs.state.stride()
+    reasons = {refusal.reason for report in fast.reports for refusal in report.refusals}
+    if own:
+        assert not reasons
+    else:
+        (reason,) = reasons
+        assert re.match(r"t_ changes the shape of .* a tensor of the model, .*: use t \(.*test_aten.py:\d+", reason)
