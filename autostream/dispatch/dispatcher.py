@@ -14,6 +14,7 @@ model itself, which becomes an EagerCall in its place where that is not slower.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import partial
 from itertools import chain
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from autostream.dispatch.admission import Admission
+from autostream.dispatch.admission import MISSED_SIGNATURES, Admission
 from autostream.dispatch.cached_replays import MISSED, CachedReplays
 from autostream.dispatch.captured_call import CapturedCall
 from autostream.dispatch.compiled_graph import eager_reason
@@ -100,6 +101,7 @@ class Dispatcher(OptimizedCallable):
 
     def _forget(self) -> None:
         self._admission = Admission[list[Entry]](self.options.max_signatures)
+        self._raised = Counter[Hashable]()
         self._replays = CachedReplays(self.model, self._admission, self.options.max_signatures)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,6 +221,7 @@ class Dispatcher(OptimizedCallable):
             entry: Entry | str = self._unusual(args, kwargs)
             if not entry:
                 key, label = self._key(args, kwargs)
+                key = self._known(key, args, kwargs)
                 entry = self._find(key, args, kwargs) or self._compile(key, label, args, kwargs, wanted=True)
             if isinstance(entry, str):
                 if self.options.strict:
@@ -243,6 +246,11 @@ class Dispatcher(OptimizedCallable):
         """
         self._replays.count()
         key, label = self._key(args, kwargs)
+        if self._raised[key] > 1:  # no capture, which raises as well, until the model has returned once
+            value = self.model(*args, **kwargs)
+            del self._raised[key]
+            return value
+        key = self._known(key, args, kwargs)
         entry: Entry | str | None = self._find(key, args, kwargs, excluded)
         if entry is None:
             if reason := eager_reason(self.options, chain(args, self.model.parameters())):
@@ -257,10 +265,10 @@ class Dispatcher(OptimizedCallable):
                 value = entry(*args, **kwargs) if isinstance(entry, SplitCall) else self.model(*args, **kwargs)
             except Exception:
                 if isinstance(entry, EagerCall):
-                    if not entry.is_choice:
-                        self._drop(key, entry)  # the capture may have failed for the same reason
+                    if not entry.is_choice:  # the capture may have failed for the same reason
+                        self._refund(key, entry)
                 elif not entry.has_returned:
-                    self._drop(key, entry)
+                    self._refund(key, entry)
                     self.note(entry.reason)
                 raise
             if isinstance(entry, SplitCall):
@@ -269,8 +277,7 @@ class Dispatcher(OptimizedCallable):
                 self._replays.add_eager(key, entry, args, kwargs)
             return value
         try:
-            if self._paranoid:
-                tensors, _ = flatten((args, kwargs))
+            if self._paranoid and (tensors := self._comparable(args, kwargs)) is not None:
                 return compared(self.model, partial(entry, self.model, args, kwargs), tensors, args, kwargs)
             value = entry(self.model, args, kwargs)
         except GuardFailed:
@@ -343,6 +350,31 @@ class Dispatcher(OptimizedCallable):
         required = recorded and any(t.requires_grad for t in chain(tensors, self.model.parameters()))
         label = f"{described(tensors)}, {mode}, {'gradients' if required else 'no gradients'}"
         return (structure, kinds, aliases_of(tensors), recorded, self._training, numerics()), label
+
+    def _known(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """The key of a call that differs in integers alone, whose guards hold: it does not read them.
+
+        The same key, if there is no such call. Of calls that are split at graph breaks, Dynamo checks the guards.
+        """
+
+        def holds(entry: Entry) -> bool:
+            captured = isinstance(entry, CapturedCall) and entry.guards(self.model, args, kwargs)
+            return captured or isinstance(entry, SplitCall)
+
+        entries = self._admission.entries
+        if key not in entries:
+            for other, known in [*entries.items()]:
+                if _are_alike(key, other) and any(map(holds, known)):
+                    return other
+        return key
+
+    def _comparable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+        """The tensors of a call; ``None`` with a warning if an argument may hold more, which a second call changes."""
+        try:
+            return flatten((args, kwargs))[0]
+        except TraceError as error:
+            self._warn(f"{self.name}: calls are not compared with eager ones: {error}")
+            return None
 
     def _find(
         self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], excluded: Sequence[Entry] = ()
@@ -438,6 +470,17 @@ class Dispatcher(OptimizedCallable):
             else:  # without a refund: a model may fail in every second call
                 self._admission.entries.pop(key, None)
 
+    def _refund(self, key: Hashable, entry: Any) -> None:
+        """Drop what was compiled for a call that raised; the user's mistakes do not count as signatures."""
+        self._replays.drop(entry)
+        with self._lock:
+            if self._admission.entries.get(key) == [entry]:
+                self._admission.drop(key)
+        self._drop(key, entry)
+        if len(self._raised) >= MISSED_SIGNATURES:
+            self._raised.clear()
+        self._raised[key] += 1
+
     def _run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.options.strict:
             raise TraceError(reason)
@@ -456,6 +499,19 @@ class Dispatcher(OptimizedCallable):
     def name(self) -> str:
         """The model's, for reports and logs."""
         return name_of(self.model)
+
+
+def _are_alike(key: Any, other: Any) -> bool:
+    """Whether two keys differ in integers alone."""
+    known = all(isinstance(each[0], Structure) for each in (key, other))
+    return known and key[1:] == other[1:] and _without_integers(key[0]) == _without_integers(other[0])
+
+
+def _without_integers(structure: Structure) -> Structure:
+    if structure.kind is int:
+        return Structure(int)
+    children = structure.children
+    return structure._replace(children=None if children is None else tuple(map(_without_integers, children)))
 
 
 def _chosen(report: Report) -> tuple[int, ...]:

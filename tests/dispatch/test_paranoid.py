@@ -59,6 +59,25 @@ def test_correct_calls_return_what_they_do_otherwise(monkeypatch: pytest.MonkeyP
 
 @torch.no_grad()
 @pytest.mark.usefixtures("paranoid")
+def test_calls_with_objects_that_hold_tensors_are_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    """An eager call more would write to the object, such as a cache, twice."""
+
+    class Cache:
+        def __init__(self) -> None:
+            self.seen = torch.zeros(3)
+
+    def model(x: Tensor, cache: Cache) -> Tensor:
+        cache.seen.add_(x)
+        return cache.seen * 2
+
+    fast, ours, theirs = autostream.optimize(model, policy="sequential"), Cache(), Cache()
+    for _ in range(3):
+        same(fast(torch.ones(3), ours), model(torch.ones(3), theirs))
+    assert caplog.text.count("calls are not compared with eager ones: a value of type") == 1
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("paranoid")
 def test_a_schedule_with_wrong_outputs_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = autostream.optimize(nn.Linear(4, 4), torch.ones(2, 4))
     fast(torch.ones(2, 4))
