@@ -117,6 +117,14 @@ def test_tensors_made_in_the_first_use_stay_where_they_are_later(models: tuple[S
         assert roles.count(Role.INPUT) == inputs
 
 
+def test_tensors_made_in_inference_mode_are_written_where_they_lie_too(models: tuple[Sums, Sums]) -> None:
+    """They cannot be written outside of inference mode, where schedules are made."""
+    with torch.inference_mode():
+        check(models, (Cache(), Cache()))
+    assert len(scheduled(models[0])) == 2
+    assert not reasons(models[0])
+
+
 def test_an_object_that_is_gone_takes_its_tensors_along(models: tuple[Sums, Sums]) -> None:
     cache = Cache(8)
     for _ in range(3):
@@ -211,14 +219,17 @@ def quiet() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_tokens_are_those_of_the_model_from_one_graph_for_all_steps(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "mode"), [*((name, torch.no_grad) for name in MODELS), ("GPT-2", torch.inference_mode)]
+)
+def test_tokens_are_those_of_the_model_from_one_graph_for_all_steps(name: str, mode: Any) -> None:
     model, inputs = MODELS[name]()
     model.eval()
     given = {**STATIC, **inputs, "return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 9}
     expected = model.generate(**given)
     autostream.optimize_(model, **QUICK)
-    found = model.generate(**given)
+    with mode():
+        found = model.generate(**given)
     assert torch.equal(found.sequences, expected.sequences)
     torch.testing.assert_close(found.logits, expected.logits)
     assert len(scheduled(model)) == 2, "the first tokens, and every other one"

@@ -36,6 +36,7 @@ from autostream.runtime.cuda_graph import GraphPools
 from autostream.runtime.graphs_by_address import LatestRun
 from autostream.runtime.input_buffers import BufferTable
 from autostream.runtime.layouts import metadata_check
+from autostream.runtime.static_inputs import ordinary
 from autostream.utils.locks import lock_of, preparing
 from autostream.utils.stopwatch import Stopwatch
 from autostream.utils.storages import storage_of
@@ -200,7 +201,8 @@ class CompiledGraph(SharingCallable):
 
     def _compile(self, values: Sequence[Any]) -> CompiledSignature:
         stopwatch = Stopwatch()
-        inputs = [(*name, value) for name, value in zip(self._names, values, strict=True) if isinstance(value, Tensor)]
+        named = zip(self._names, values, strict=True)
+        inputs = [(*name, ordinary(value)) for name, value in named if isinstance(value, Tensor)]
         label = Label(self._model, described([tensor for role, _, tensor in inputs if role is Role.INPUT]))
         try:
             with stopwatch("trace"):
@@ -394,7 +396,8 @@ class CompiledSignature:
         returned_as_is = list(returned) == [*range(len(program.outputs))]
         self._returned = None if returned_as_is else list(returned)
         stays = [p.role is not Role.INPUT for p in program.placeholders]
-        self.scheduled = ScheduledProgram(program, self.arguments(values), stays, label, context, stopwatch)
+        arguments = [*map(ordinary, self.arguments(values))]
+        self.scheduled = ScheduledProgram(program, arguments, stays, label, context, stopwatch)
         # Aliases among the weights matter only if some are written.
         self._inputs = [at for (role, *_), at in zip(inputs, tensors, strict=True) if role is Role.INPUT]
         self.fits = same_signature_as(values, range(len(values)) if self.scheduled.writes else self._inputs)

@@ -68,6 +68,22 @@ def copyable(tensor: Tensor) -> Tensor:
     return tensor.as_strided(((end - start) // tensor.element_size(),), (1,), tensor.storage_offset())
 
 
+def ordinary(tensor: Tensor) -> Tensor:
+    """An inference tensor's memory as a tensor that can be written outside of inference mode; any other tensor itself.
+
+    Example:
+        >>> with torch.inference_mode():
+        ...     x = torch.zeros(2)
+        >>> _ = ordinary(x).add_(1)
+        >>> x
+        tensor([1., 1.])
+    """
+    if not tensor.is_inference() or tensor.layout is not torch.strided:
+        return tensor
+    with torch.inference_mode(False):
+        return _view(tensor.untyped_storage(), tensor, tensor.storage_offset())
+
+
 def copier(targets: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
     """A function that copies tensors of the same dtypes, sizes and strides to ``targets``, in few launches.
 

@@ -20,6 +20,7 @@ from autostream.runtime.graphs_by_address import GraphsByAddress
 from autostream.runtime.graphs_by_input import GraphsByInput
 from autostream.runtime.input_buffers import BufferTable
 from autostream.runtime.restore import undone
+from autostream.runtime.static_inputs import ordinary
 from autostream.tuning.select import Execution
 from autostream.tuning.tune import Tuned
 from autostream.utils.locks import preparing
@@ -122,6 +123,7 @@ def _recaptured(
     Raises:
         CaptureError: the capture failed.
     """
+    read = [*map(ordinary, read)]
     with preparing, torch.inference_mode(False), torch.no_grad():
         # Values of an earlier call may be indices that are out of range for the weights of this one.
         graph.fill([at for at, static in graph.static.items() if read[at] is static], arguments)
