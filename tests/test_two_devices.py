@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autostream
 from autostream.errors import TargetError
 from autostream.ir import Role
+from autostream.runtime.peer_copies import PeerCopies
 from tests.cuts import let_be_placed_by_dtype
 from tests.in_one_place import InOnePlace
 from tests.semantics import same
@@ -153,6 +154,56 @@ def test_parts_read_all_but_the_batch_where_it_is(monkeypatch: pytest.MonkeyPatc
         step(*batch(seed))
     assert len(copied) > 8
     assert {shape for section in copied for shape in section} == {torch.Size([16, 8])}
+
+
+class LateCopies(PeerCopies):
+    """Copies between devices that run when something waits for them: as late as streams may run them."""
+
+    def copy(self, name: str, source: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
+        if name in self._memory:
+            self.__dict__.setdefault("late", {})[name] = source
+            return self._memory[name]
+        return super().copy(name, source, copy)
+
+    def wait(self, names: Iterable[str]) -> None:
+        late = self.__dict__.setdefault("late", {})
+        for name in late.keys() & {*names}:
+            self._memory[name].copy_(late.pop(name))
+
+
+class OverwritesASkip(TwoStages):
+    """Writes what it has sent to the second device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = self.first(x)
+        skip = here.float()
+        y: Tensor = self.last(self.first(nn.functional.relu_(here)).float()) + skip
+        return y
+
+
+class TurnsASkip(TwoStages):
+    """Turns what another part has computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = self.first(x)
+        y = self.last(here.float())
+        here.t_()
+        return y.cos() + here.t().float().sin()
+
+
+@pytest.mark.parametrize("kind", [OverwritesASkip, TurnsASkip])
+def test_what_is_sent_is_what_it_was_then(kind: type[TwoStages], monkeypatch: pytest.MonkeyPatch) -> None:
+    let_be_placed_by_dtype(monkeypatch)
+    monkeypatch.setattr("autostream.dispatch.compiled_graph.CompiledGraph", InOnePlace)
+    monkeypatch.setattr("autostream.dispatch.sections.PeerCopies", LateCopies)
+    torch.manual_seed(0)
+    model = kind()
+    twin = copy.deepcopy(model)
+    ours = autostream.train_step(model, sgd(model), loss_fn, microbatches=2)
+    theirs = eager_step(twin, sgd(twin), 2)
+    for seed in range(4):
+        torch.testing.assert_close(ours(*batch(seed)), theirs(*batch(seed)))
+    assert [report.mode for report in ours.reports] == ["sections"]
 
 
 def test_a_batch_that_does_not_divide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

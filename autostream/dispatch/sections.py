@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from autostream.analysis.dependencies import analyze
 from autostream.analysis.effects import argument_views
 from autostream.dispatch.optimized_callable import MakeSection, SharingCallable
-from autostream.ir import OpGraph, Program
+from autostream.ir import Hazard, OpGraph, Program
 from autostream.options import Options
 from autostream.pipeline import planned, versions
 from autostream.reporting.report import Report
@@ -104,7 +104,8 @@ class Sections:
         self._refusals = capture_refusals(graph)
         running, several = copy.copy(whole.module), bool(program.peers)
         captured = sum(section.captured for section in whole.sections)
-        memory = _Memory(_kept(program, whole.sections), captured) if several else _Memory(frozenset(), 1)
+        kept = _kept(program, whole.sections) if several else frozenset[str]()
+        memory = _Memory(kept, _beside(graph, whole.sections) & kept, captured if several else 1)
         self._copies = memory.copies if several else None
         self._reports: list[Callable[[], tuple[Report, ...]]] = []
         for section in whole.sections:
@@ -114,7 +115,7 @@ class Sections:
                 self._reports.append(called.reports)
             else:
                 if self._copies and not section.beside:
-                    setattr(running, section.name, _Copying(section, graph, memory))
+                    setattr(running, section.name, _Copying(section, memory))
                 where = "beside the part before" if section.beside else "between sections"
                 self._reports.append(partial(tuple, [_plain_report(section.program, where, options)]))
         self._endings = [*(self._ending(part, after) for part, after in pairwise(parts)), ""]
@@ -175,17 +176,19 @@ class _Memory:
 
     Args:
         kept: the names of values that may stay where they are computed.
+        beside: copies between devices that may run beside sections.
         sections: how many share the seconds of tuning.
 
     Attributes:
         kept: the same.
+        beside: the same.
         sections: the same.
         staying: those that do, by the sections that were compiled so far.
         copies: from one device to another.
     """
 
-    def __init__(self, kept: frozenset[str], sections: int) -> None:
-        self.kept, self.sections = kept, sections
+    def __init__(self, kept: frozenset[str], beside: frozenset[str], sections: int) -> None:
+        self.kept, self.beside, self.sections = kept, beside, sections
         self.staying, self.copies = set[str](), PeerCopies()
 
 
@@ -228,15 +231,13 @@ class _Copying(nn.Module):
 
     Args:
         section: the part.
-        graph: the ops of the program.
         memory: of the program.
     """
 
-    def __init__(self, section: Section, graph: OpGraph, memory: _Memory) -> None:
+    def __init__(self, section: Section, memory: _Memory) -> None:
         super().__init__()
         self._copies, self._names = memory.copies, [each.name for each in section.program.placeholders]
-        peers = {op.name for op in graph.ops.values() if op.crosses == "peer" and op.name in memory.kept}
-        self._module, replaced = with_copies(section.program.module, peers, partial(_Copy, memory.copies))
+        self._module, replaced = with_copies(section.program.module, memory.beside, partial(_Copy, memory.copies))
         memory.staying.update(replaced)
 
     def forward(self, *values: Any) -> Any:
@@ -271,6 +272,17 @@ def _kept(program: Program, sections: Sequence[Section]) -> frozenset[str]:
     made = {name for section in sections for name in section.program.outputs if not section.beside}
     read = {each.name for section in sections if section.captured for each in section.program.placeholders}
     return frozenset(name for name in made & read if returned.isdisjoint(storages_of(nodes[name])))
+
+
+def _beside(graph: OpGraph, sections: Sequence[Section]) -> frozenset[str]:
+    """The copies between devices that may run beside sections: all that read a copy wait for it.
+
+    Who overwrites its source, or copies it to the host on streams of its own, does not.
+    """
+    overwritten = {each.before for each in graph.dependencies if each.hazard is Hazard.WAR}
+    downloaded = {each.name for section in sections if section.beside for each in section.program.placeholders}
+    copies = {op.name for op in graph.ops.values() if op.crosses == "peer"}
+    return frozenset(copies - overwritten - downloaded)
 
 
 def _durations_us(program: Program, options: Options) -> dict[str, float]:

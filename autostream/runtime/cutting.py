@@ -31,6 +31,8 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
+from autostream.analysis.source import user_line
+from autostream.errors import TraceError
 from autostream.ir import Op, OpGraph, Placeholder, Program, Role
 from autostream.runtime import host_copies
 from autostream.runtime.lower import storages_of
@@ -93,15 +95,35 @@ def split_program(
 
 
 def _with_written(graph: fx.Graph, ops: Mapping[str, Op]) -> fx.Graph:
-    """The same graph, where what a pointwise op writes in place and returns is used instead of the op's result."""
+    """The same graph, in which parts agree on what a tensor is that one of them changes.
+
+    What a pointwise op writes in place and returns is used instead of its result. An op that changes the shape of a
+    tensor, as ``t_`` does, is a view instead: another part, or the next call, would get the tensor with that shape.
+
+    Raises:
+        TraceError: there is no such view.
+    """
     written = copy.deepcopy(graph)
     for node in written.nodes:
-        pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
-        if pointwise and node.name in ops and not ops[node.name].crosses:  # not ``t_``, after which it is another view
-            argument = written_and_returned(node, node.target)
-            if argument is not None:
-                node.replace_all_uses_with(argument)
+        target, op = node.target, ops.get(node.name)
+        argument = written_and_returned(node, target) if isinstance(target, OpOverload) and op else None
+        if argument is not None and torch.Tag.inplace_view in target.tags:
+            node.target = _as_view(node)
+        elif argument is not None and torch.Tag.pointwise in target.tags and op and not op.crosses:
+            node.replace_all_uses_with(argument)
     return written
+
+
+def _as_view(node: fx.Node) -> OpOverload:
+    """The operator that returns what an operator makes of its argument, such as ``t`` for ``t_``."""
+    target = node.target
+    assert isinstance(target, OpOverload), "the caller has looked"
+    packet = getattr(getattr(torch.ops, target.namespace), base_name(target).removesuffix("_"), None)
+    view = getattr(packet, target._overloadname, None)
+    if view is None or not view.is_view:
+        line = user_line(node.stack_trace)
+        raise TraceError(f"{base_name(target)} changes a tensor's shape in place" + (line and f" ({line})"))
+    return view  # type: ignore[no-any-return]
 
 
 def excerpt(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node], results: Iterable[fx.Node]) -> fx.Graph:
