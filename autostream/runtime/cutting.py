@@ -31,7 +31,6 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from autostream.analysis.source import user_line
 from autostream.errors import TraceError
 from autostream.ir import Op, OpGraph, Placeholder, Program, Role
 from autostream.runtime import host_copies
@@ -86,6 +85,9 @@ def split_program(
         parts: at least one; what :func:`~autostream.scheduling.cut.cut` returned for it.
         bound: which of the program's arguments stay at their addresses from call to call.
         views: nodes that are views of arguments or of copies between devices, or submodules.
+
+    Raises:
+        TraceError: an op changes the shape of a tensor in place, and is no view.
     """
     module = fx.GraphModule(program.module, _with_written(program.module.graph, graph.ops))
     writer = _Writer(replace(program, module=module), graph, parts, bound, views)
@@ -108,21 +110,21 @@ def _with_written(graph: fx.Graph, ops: Mapping[str, Op]) -> fx.Graph:
         target, op = node.target, ops.get(node.name)
         argument = written_and_returned(node, target) if isinstance(target, OpOverload) and op else None
         if argument is not None and torch.Tag.inplace_view in target.tags:
-            node.target = _as_view(node)
+            node.target = _as_view(target)
         elif argument is not None and torch.Tag.pointwise in target.tags and op and not op.crosses:
             node.replace_all_uses_with(argument)
     return written
 
 
-def _as_view(node: fx.Node) -> OpOverload:
+def _as_view(target: OpOverload) -> OpOverload:
     """The operator that returns what an operator makes of its argument, such as ``t`` for ``t_``."""
-    target = node.target
-    assert isinstance(target, OpOverload), "the caller has looked"
-    packet = getattr(getattr(torch.ops, target.namespace), base_name(target).removesuffix("_"), None)
+    name = base_name(target)
+    packet = getattr(getattr(torch.ops, target.namespace), name.removesuffix("_"), None)
     view = getattr(packet, target._overloadname, None)
     if view is None or not view.is_view:
-        line = user_line(node.stack_trace)
-        raise TraceError(f"{base_name(target)} changes a tensor's shape in place" + (line and f" ({line})"))
+        raise TraceError(
+            f"{name} changes the shape of a tensor in place, and the model is cut into sections: use a view"
+        )
     return view  # type: ignore[no-any-return]
 
 
