@@ -52,12 +52,14 @@ def test_a_cache_that_stays_is_captured_once(model: Any, monkeypatch: pytest.Mon
     assert kwargs["past_key_values"] is cache
 
 
-def test_a_cache_for_each_call_needs_few_captures(model: Any) -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_cache_for_each_call_needs_few_captures(mode: Any, model: Any) -> None:
     expected = copy.deepcopy(model)
     autostream.optimize_(model, tuning_seconds=1.0)
     options = {**GREEDY, "cache_implementation": "static", "disable_compile": True}
     for seed in range(4):
-        found = model.generate(tokens(seed), **options)
+        with mode():
+            found = model.generate(tokens(seed), **options)
         assert torch.equal(found, expected.generate(tokens(seed), **GREEDY))
     first, decode = sorted(reports_of(model), key=lambda report: report.signature, reverse=True)
     assert decode.mode == "cuda graph", first.refusals

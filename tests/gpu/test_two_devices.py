@@ -72,6 +72,26 @@ def test_a_step_over_two_gpus_is_the_eager_one(kind: Any, count: int, dropout: f
     assert devices == {*DEVICES}, [part.refusals for part in report.parts]
 
 
+class OverwritesASkip(Halves):
+    """Writes what it has sent to the second device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = self.first(x)
+        skip = here.to(self.there)
+        y: Tensor = self.second(self.first(nn.functional.relu_(here)).to(self.there)) + skip
+        return y
+
+
+def test_what_is_sent_is_what_it_was_then() -> None:
+    torch.manual_seed(0)
+    ours = OverwritesASkip([nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)], DEVICES)
+    theirs = copy.deepcopy(ours)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (ours, theirs)]
+    step = autostream.train_step(ours, optimizers[0], loss_fn, microbatches=4)
+    for seed in range(8):
+        torch.testing.assert_close(step(*batch(seed)), eager(theirs, optimizers[1], 4, *batch(seed)))
+
+
 def test_the_loss_falls() -> None:
     ours = model()
     step = autostream.train_step(ours, torch.optim.AdamW(ours.parameters(), lr=3e-3), loss_fn, microbatches=4)
