@@ -143,7 +143,7 @@ def buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
             filling[kind], filled[kind], limits[kind] = [], 0, _BUCKET
         filling[kind].append(at)
         filled[kind] += sizes[at]
-    done += filter(None, filling.values())
+    done += [bucket for bucket in filling.values() if bucket]  # Dynamo of torch 2.11 traces no ``filter(None, ...)``
     return sorted(done, key=lambda bucket: -bucket[-1])  # as they fill
 
 
