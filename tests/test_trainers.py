@@ -156,4 +156,4 @@ def test_a_lightning_module_trains(automatic: bool, what: str, kind: str) -> Non
     reports = reports_of(model if what == "its calls" else model.training_step)
     modes = {report.mode for report in reports}
     assert modes & {"forward and backward", "graph breaks"}
-    assert "plain" not in modes
+    assert "plain" not in modes or (what == "its training step" and not automatic)

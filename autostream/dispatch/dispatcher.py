@@ -352,19 +352,16 @@ class Dispatcher(OptimizedCallable):
         return (structure, kinds, aliases_of(tensors), recorded, self._training, numerics()), label
 
     def _known(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-        """The key of a call that differs in integers alone, whose guards hold: it does not read them.
+        """The key of a captured call that differs in integers alone, whose guards hold: it does not read them.
 
-        The same key, if there is no such call. Of calls that are split at graph breaks, Dynamo checks the guards.
+        The same key, if there is no such call. Calls that are split at graph breaks have guards of Dynamo's own, which
+        would compile another graph for each integer that they do read.
         """
-
-        def holds(entry: Entry) -> bool:
-            captured = isinstance(entry, CapturedCall) and entry.guards(self.model, args, kwargs)
-            return captured or isinstance(entry, SplitCall)
-
         entries = self._admission.entries
         if key not in entries:
             for other, known in [*entries.items()]:
-                if _are_alike(key, other) and any(map(holds, known)):
+                captured = (entry for entry in known if isinstance(entry, CapturedCall))
+                if _are_alike(key, other) and any(entry.guards(self.model, args, kwargs) for entry in captured):
                     return other
         return key
 

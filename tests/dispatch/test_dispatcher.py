@@ -137,6 +137,19 @@ def test_an_integer_that_no_code_reads_is_no_part_of_a_signature() -> None:
 
 
 @torch.no_grad()
+def test_an_integer_that_a_split_call_reads_does_not_compile_without_end() -> None:
+    def model(x: Tensor, times: int) -> Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * times
+
+    dispatch = autostream.optimize(model, policy="sequential")
+    for times in range(3 * FREE_COMPILATIONS):
+        same(dispatch(t(2), times), model(t(2), times))
+    assert [report.mode for report in dispatch.reports] == [*["graph breaks"] * FREE_COMPILATIONS, "plain"]
+
+
+@torch.no_grad()
 def test_a_number_that_differs_in_each_call_runs_eagerly_and_is_named() -> None:
     model = Model(by_number, scale=0.0)
     dispatch = dispatcher(model)
