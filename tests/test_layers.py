@@ -143,10 +143,12 @@ ONLY_IN = [
             "frontend.attention_masks",
             "frontend.counters",
             "frontend.dropouts",
+            "frontend.gradient_sums",
             "frontend.static_tensors",
             "frontend.steps",
             "dispatch.children",
             "fusion.collectives",
+            "fusion.in_place_products",
             "fusion.inductor",
             "fusion.kernel_graph",
             "fusion.kernel_json",
@@ -160,13 +162,14 @@ ONLY_IN = [
         {
             *("dispatch.compiled_graph", "runtime.cutting", "runtime.lower", "dispatch.children"),
             *("frontend.counters", "frontend.static_tensors", "fusion.collectives", "fusion.kernel_json"),
+            *("fusion.in_place_products",),
         },
     ),
     (
         r"\.(create_node|node_copy)\(",
         {
             *("dispatch.compiled_graph", "frontend.counters", "frontend.static_tensors", "fusion.collectives"),
-            *("runtime.cutting", "runtime.lower"),
+            *("frontend.gradient_sums", "fusion.in_place_products", "runtime.cutting", "runtime.lower"),
         },
     ),
     # a stream that others are handed as well must not be captured

@@ -218,6 +218,7 @@ def _cudnn_flops(x: torch.Tensor, weight: torch.Tensor, *args: Any, out_val: tor
 
 
 _FORMULAS: Mapping[Any, Callable[..., int]] = {
+    torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
     torch.ops.aten.cudnn_convolution: _cudnn_flops,
     torch.ops.aten._native_multi_head_attention: _attention_flops,
     torch.ops.aten._transformer_encoder_layer_fwd: _encoder_flops,

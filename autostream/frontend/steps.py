@@ -29,6 +29,7 @@ from autostream.frontend.capture import Capture
 from autostream.frontend.data_parallel import NOT_OF_A_BACKWARD, DataParallel
 from autostream.frontend.decompositions import SPLIT_CONVOLUTIONS, split_lists
 from autostream.frontend.eager_only import unusual
+from autostream.frontend.gradient_sums import add_products
 from autostream.frontend.inputs import names_of
 from autostream.frontend.optimizers import Group, update
 from autostream.frontend.parameters import State, clear_gradients, have_hooks
@@ -123,6 +124,7 @@ def trace_step(
         graph = _traced_below_autograd(_Run(captured, updates, indices, averaging, recomputes=True), inputs)
     except _RandomRecomputation:
         graph = _traced_below_autograd(_Run(captured, updates, indices, averaging, recomputes=False), inputs)
+    add_products(graph)
     program, constants = as_program(graph, inputs, device)
     positions = {names[at]: at for at in order}
     sources: list[int | Tensor] = []

@@ -58,7 +58,7 @@ class Differentiation(Body):
                 if gradient is not None:
                     memory = torch.empty_like(parameter)  # ``frontend/steps.py`` leaves out the copy where it may
                     memory.copy_(gradient)
-                    gradients[parameter] = gradients[parameter] + memory if parameter in gradients else memory
+                    gradients[parameter] = gradients[parameter].add_(memory) if parameter in gradients else memory
             results.append(result)
         for parameter in trained:
             if parameter.grad is not None:  # of a backward in loss_fn, to which that of the loss adds

@@ -41,6 +41,7 @@ from autostream.fusion.channels_last import (
     trains_convolutions,
 )
 from autostream.fusion.collectives import functional_collectives
+from autostream.fusion.in_place_products import keep_in_place, restore_in_place
 from autostream.fusion.kernel_values import (
     arguments_of,
     fake_mode_of,
@@ -238,7 +239,8 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None, tensors: Se
             random_ops = random_ops_of(functional.graph)
             constants = _freezable(program, functional, tensors) if options.get("freezing") else {}
             with torch._C._DisableAutocast():
-                fused = match_program(_compiled(functional, torch.device(program.device), constants), program)
+                compiled = restore_in_place(_compiled(functional, torch.device(program.device), constants))
+                fused = match_program(compiled, program)
                 restore_random_order(fused.graph, random_ops)
                 use_out_variants(fused)
         return _checked(program, fused, frozenset(constants))
@@ -320,7 +322,7 @@ def _functional(program: Program) -> fx.GraphModule:
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.graph import GraphLowering
 
-    module = functional_collectives(program.module)
+    module = keep_in_place(functional_collectives(program.module))
     table = matvec_decompositions(random_decompositions(select_decomp_table()))
     if trains_convolutions(module.graph) and GraphLowering.decide_layout_opt(module, is_inference=False):
         try:

@@ -39,6 +39,7 @@ def test_products(device: str) -> None:
     bias, one, other = tape.input(5), tape.input(8, 16), tape.input(16, 5)
     by_name = work_of(tape, aten.addmm.default, bias, mat2=other, mat1=one, beta=2)
     assert by_name.flops == 2 * 8 * 16 * 5
+    assert work_of(tape, aten.addmm_.default, tape.input(8, 5), one, other).flops == 2 * 8 * 16 * 5
     assert work_of(tape, aten.relu.default, one).flops == 0
 
 

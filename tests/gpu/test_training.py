@@ -309,6 +309,22 @@ def test_convolutions_in_channels_last_train_as_in_eager() -> None:
     assert_close(model, plain, start, tolerance=0.05)
 
 
+@pytest.mark.parametrize("kernels", ["eager", "inductor"])
+def test_gradients_of_microbatches_are_added_in_place(kernels: str) -> None:
+    model = mlp().cuda()
+    start, plain = copy.deepcopy(model), copy.deepcopy(model)
+    ours, theirs = (Adam(each.parameters(), lr=1e-3) for each in (model, plain))
+    step, expected = autostream.train_step(model, ours, mse, kernels=kernels, microbatches=4), eager(plain, theirs)
+    batch = on_gpu(64, 64), on_gpu(64, 8)
+    for _ in range(STEPS):
+        torch.testing.assert_close(step(*batch), expected(*batch), rtol=1e-3, atol=1e-4)
+    assert_captured(step, kernels)
+    assert_close(model, plain, start)
+    graph = step.reports[0].graph
+    assert graph is not None
+    assert sum(op.target.startswith("aten.addmm_.") for op in graph.ops.values()) == 3 * 3
+
+
 def test_powers_that_adam_corrects_by_are_computed_once_for_each_parameter() -> None:
     """Not in every thread of an update, where the float64 arithmetic would take longer than the update."""
     model = mlp().cuda()

@@ -1,0 +1,53 @@
+"""Keeps products that are added in place in place, through TorchInductor.
+
+    addmm_(sum, x, y)  ──▶  an op of our own that writes ``sum``  ──Inductor──▶  the same  ──▶  addmm_(sum, x, y)
+
+AOTAutograd would make ``addmm`` of it, whose result is new memory: the sum is copied there first, and copied back if
+it is an argument. It also makes an op functional that is not ATen's and writes an argument (``auto_functionalized``),
+but that Inductor runs in place where the old value is not needed any more, and on a copy where it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+_LIBRARY = torch.library.Library("autostream", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("addmm_(Tensor(a!) sum, Tensor x, Tensor y) -> ()")  # type: ignore[no-untyped-call]
+
+
+def _addmm_(sum: Tensor, x: Tensor, y: Tensor) -> None:
+    sum.addmm_(x, y)
+
+
+_LIBRARY.impl("addmm_", _addmm_, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("autostream::addmm_", lambda sum, x, y: None)
+
+_KEPT = torch.ops.autostream.addmm_.default
+
+
+def keep_in_place(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph with an op that Inductor keeps for each ``addmm_``; the same graph if it has none.
+
+    Args:
+        module: a graph of ATen ops with values; it is not changed.
+    """
+    if not module.graph.find_nodes(op="call_function", target=aten.addmm_.default):
+        return module
+    graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in module.graph.nodes:
+        copied[node] = graph.node_copy(node, copied.__getitem__)
+        if node.target is aten.addmm_.default and not node.kwargs:
+            copied[node].target, copied[node].meta["val"] = _KEPT, None
+            copied[node] = copied[node.args[0]]
+    return fx.GraphModule(module, graph)
+
+
+def restore_in_place(module: fx.GraphModule) -> fx.GraphModule:
+    """Put ``addmm_`` back into a graph of kernels, which is changed and returned."""
+    for node in module.graph.find_nodes(op="call_function", target=_KEPT):
+        node.target = aten.addmm_.default
+    module.recompile()
+    return module
