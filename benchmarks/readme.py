@@ -67,7 +67,7 @@ _TABLES: dict[str, Callable[[Any], str]] = {
     "predictions": predictions.table,
     "prefetching": lambda result: prefetching.table(result["rows"]),
     "random_search": lambda result: random_search.table(result["rows"]),
-    "two_devices": lambda result: two_devices.table(result["rows"]),
+    **dict.fromkeys(("two_devices", "two_devices-fused"), lambda result: two_devices.table(result["rows"])),
 }
 """Tables of other results than suites, by file name."""
 
