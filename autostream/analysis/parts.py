@@ -181,6 +181,6 @@ def _keeps_to_its_arguments(target: object) -> bool:
     """Whether a call touches no bytes outside the tensors that it takes, and does not resize them."""
     if not isinstance(target, OpOverload):
         return isinstance(target, Kernel)
-    if target.namespace not in ("aten", "inductor") or torch.Tag.inplace_view in target.tags:
+    if target.namespace not in ("aten", "inductor", "_c10d_functional") or torch.Tag.inplace_view in target.tags:
         return False
     return not base_name(target).startswith("as_strided")
