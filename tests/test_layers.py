@@ -147,7 +147,6 @@ ONLY_IN = [
             "frontend.static_tensors",
             "frontend.steps",
             "dispatch.children",
-            "fusion.buckets",
             "fusion.collectives",
             "fusion.in_place_products",
             "fusion.inductor",

@@ -27,7 +27,6 @@ from tests.runtime.programs import (
     MODELS,
     Case,
     Inception,
-    bucket_case,
     case_of,
     fused_case,
     random_assignment,
@@ -58,7 +57,6 @@ CASES: Mapping[str, Callable[[], Case]] = {
     "inception": lambda: case_of(Inception().train(), torch.randn(2, 4, 5, 5)),
     "fused": fused_case,
     "sliced": sliced_case,
-    "bucket": bucket_case,
     "training step": step_case,
 }
 
@@ -85,7 +83,7 @@ def test_every_order_computes_the_same_and_every_wrong_change_shows(name: str, s
     assert not unseen, unseen[0]
     assert findings.counts["wait deleted", "rejected"] >= min(plan.wait_count, CHANGES) >= 2
     assert not findings.counts["wait deleted", "accepted"]
-    assert bool(findings.counts["storage moved", "rejected"]) == (name in ("fused", "sliced", "bucket"))
+    assert bool(findings.counts["storage moved", "rejected"]) == (name in ("fused", "sliced"))
 
 
 @pytest.mark.parametrize("seed", range(2))

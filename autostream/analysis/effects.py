@@ -59,7 +59,7 @@ _COPIES = frozenset({"lift_fresh_copy"})
 _VIEWS_IF_STRIDES_ALLOW = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous", "channel_shuffle"})
 
 # Operators that overwrite their first argument without reading it.
-_OVERWRITES = frozenset({"aten::copy_", "aten::fill_", "aten::zero_", "aten::_foreach_copy_"})
+_OVERWRITES = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
 
 _HOST_QUERY_NAMES = """
     _assert_scalar _assert_tensor_metadata dim get_device is_complex is_conj is_contiguous is_floating_point is_neg

@@ -37,7 +37,6 @@ fingerprint.py    _functorch.config.get_config_copy, _inductor.lowering.lowering
                   custom_backend_codegen_configs
 ..                utils.deterministic.fill_uninitialized_memory                    2.11, 2.13 not cached
 cache.py          _inductor.config.force_disable_caches                            2.11, 2.13 no fusion
-collectives.py    ops.prims.cat, for which Inductor has no lowering                2.11, 2.13 gradients copied
 out_variants.py   _C: _select_conv_backend, _ConvBackend,                          2.11, 2.13 slower
                   _conv_determine_backend_memory_format
 ..                _C._get_fp32_precision_getter                                    2.11, 2.13 allow_tf32 tells
@@ -51,8 +50,6 @@ If another version of PyTorch lacks an interface, the last column tells what hap
 - *fusing fails*: a ``FusionError`` without that check; the program runs as ATen ops.
 - *import fails*, *first launch fails*: an ``ImportError`` or ``AttributeError`` that nothing handles.
 - *not cached*: each process fuses again.
-- *gradients copied*: with a lowering, Inductor copies gradients of products into their buckets. Without the operator
-  fusing fails.
 - *slower*: convolutions allocate their results themselves, so a schedule cannot place them.
 - *allow_tf32 tells*: the public setting is used, which may raise; then convolutions allocate as well.
 """

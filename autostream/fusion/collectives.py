@@ -4,11 +4,8 @@
     mean = wait_tensor(sum)       ──▶    mean = copy_(x, wait_tensor(sum))
 
 AOTAutograd functionalizes no operator outside of ATen whose result aliases an argument. It removes the copy, and where
-nothing else needs ``x``, TorchInductor reduces in place again. What reads a bucket is fused with the ops behind it, and
-collectives and waits are ops between these kernels, in the order given.
-
-What fills a bucket is not fused: ``aten.cat`` becomes ``prims.cat``, which does the same, and for which TorchInductor
-has no lowering. ``buckets.py`` replaces it by memory into which kernels write.
+nothing else needs ``x``, TorchInductor reduces in place again. What fills a bucket is fused with the ops before it,
+what reads it with those behind it, and collectives and waits are ops between these kernels, in the order given.
 """
 
 from __future__ import annotations
@@ -38,8 +35,6 @@ def functional_collectives(module: fx.GraphModule) -> fx.GraphModule:
         if (name := _functional(node)) and all(map(_waits, node.users)):
             made.target = getattr(torch.ops._c10d_functional, name).default
             taken[node] = made.args[0]
-            for bucket in filter(_is_flat, made.all_input_nodes):
-                bucket.target, bucket.args, bucket.kwargs = torch.ops.prims.cat.default, (bucket.args[0], 0), {}
         elif _waits(node) and node.args[0] in taken:
             copied[node] = graph.call_function(torch.ops.aten.copy_.default, (taken[node.args[0]], made))
             copied[node].meta = dict(node.meta)
@@ -53,14 +48,6 @@ def _functional(node: fx.Node) -> str:
 
 def _waits(node: fx.Node) -> bool:
     return _operator(node) == "_c10d_functional::wait_tensor"
-
-
-def _is_flat(node: fx.Node) -> bool:
-    """Whether a node concatenates tensors of one dimension and one dtype."""
-    if node.target is not torch.ops.aten.cat.default:
-        return False
-    values = [node.meta["val"], *(source.meta["val"] for source in node.all_input_nodes)]
-    return {(value.dim(), value.dtype) for value in values} == {(1, values[0].dtype)}
 
 
 def _operator(node: fx.Node) -> str:

@@ -34,7 +34,6 @@ from torch.fx.traceback import preserve_node_meta
 
 from autostream.errors import FusionError, OptionError, first_line
 from autostream.frontend.dynamo import compile_lock, compile_session
-from autostream.fusion.buckets import write_into_buckets
 from autostream.fusion.channels_last import (
     LayoutInterpreter,
     channels_last_decompositions,
@@ -244,7 +243,6 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None, tensors: Se
                 fused = match_program(compiled, program)
                 restore_random_order(fused.graph, random_ops)
                 use_out_variants(fused)
-                write_into_buckets(fused)
         return _checked(program, fused, frozenset(constants))
     except FusionError:
         raise

@@ -142,6 +142,14 @@ def test_only_results_of_calls_without_tensors_are_divided(tape: Tape) -> None:
     assert len(divided(tape)) == 1
 
 
+def test_a_bucket_that_a_collective_takes_is_divided(tape: Tape) -> None:
+    """So kernels that write different gradients there do not wait for each other."""
+    bucket = tape.call(aten.zeros.default, [2, 4])
+    fill_halves(tape, bucket)
+    tape.call(torch.ops._c10d_functional.all_reduce_.default, bucket, "avg", "0")
+    assert len(divided(tape)) == 1
+
+
 def test_slices_that_are_only_read_or_overlap_are_no_parts(tape: Tape) -> None:
     whole = tape.call(aten.zeros.default, [2, 4])
     tape.call(aten.fill_.Scalar, whole, 1.0)

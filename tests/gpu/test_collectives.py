@@ -81,50 +81,6 @@ def test_a_group_of_one_trains_as_ddp_in_one_cuda_graph(kernels: str, group: dis
     assert {cost.source for cost in report.costs.values()} == {"measured", "roofline"}
 
 
-def test_kernels_write_gradients_into_their_bucket(group: dist.ProcessGroup) -> None:
-    graph = compared_with_ddp(0, group, "inductor").graph
-    assert graph is not None
-    before = {dependency.before for dependency in graph.dependencies if dependency.after in graph.collectives}
-    writers = [graph.ops[name].target for name in before]
-    assert writers.count("aten.mm.out") == 3, "the weights of three layers"
-    assert not [target for target in writers if "copy" in target or "cat" in target]
-
-
-def compared_convolutions(group: dist.ProcessGroup, *, channels_last: bool) -> list[str]:
-    """Steps of a model with convolutions, beside another one's; the targets of the ops that write buckets."""
-    torch.manual_seed(0)
-    layers = nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 5, 1, bias=False)
-    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(5 * 64, 8)).cuda()
-    model = model.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
-    other = copy.deepcopy(model)
-    sgds = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, other)]
-    step = autostream.train_step(model, sgds[0], nn.MSELoss(), data_parallel=group, kernels="inductor", **STREAMED)
-    for _ in range(5):
-        x, y = torch.randn(8, 16, 8, 8, device="cuda"), torch.randn(8, 8, device="cuda")
-        loss = F.mse_loss(other(x), y)
-        loss.backward()
-        sgds[1].step()
-        sgds[1].zero_grad()
-        torch.testing.assert_close(step(x, y), loss.detach(), rtol=1e-2, atol=1e-3)
-    for one, another in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one, another, rtol=1e-2, atol=1e-3)
-    (report,) = step.reports
-    assert (report.mode, report.level) == ("cuda graph", "inductor"), report.refusals
-    graph = report.graph
-    assert graph is not None
-    return [graph.ops[each.before].target for each in graph.dependencies if each.after in graph.collectives]
-
-
-@pytest.mark.parametrize("channels_last", [True, False])
-def test_gradients_that_cudnn_computes_are_copied_into_their_bucket(
-    channels_last: bool, group: dist.ProcessGroup
-) -> None:
-    """By one call, or by a kernel that also changes their layout."""
-    writers = compared_convolutions(group, channels_last=channels_last)
-    assert "aten.mm.out" in writers, "the weight of the linear layer"
-    assert sum("_foreach_copy_" in target for target in writers) <= 1
-
-
 def test_a_step_with_reductions_of_its_own_is_replayed(group: dist.ProcessGroup) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from random import Random
 from typing import Any
@@ -14,7 +14,6 @@ from torch._subclasses import FakeTensorMode
 
 from autostream.analysis.dependencies import analyze
 from autostream.frontend.trace import trace
-from autostream.fusion.buckets import write_into_buckets
 from autostream.fusion.kernel_values import evaluate
 from autostream.ir import Assignment, Launch, OpGraph, Placeholder, Program, Role, Schedule
 from autostream.scheduling.releases import place_releases
@@ -125,36 +124,6 @@ def sliced_case() -> Case:
     kernels.launch("total", lambda value, out: torch.sum(value, 1, out=out), matrix, total)
     kernels.launch("mix", lambda value, by, out: torch.mul(value[:, None], by, out=out), total, squares, result)
     return kernels.case(result, Role.INPUT)
-
-
-def bucket_case() -> Case:
-    """Gradients of branches that kernels write into one bucket; one is copied there, and one is used before it is full.
-
-    x ─▶ stem ─┬▶ mm ──▶ part ──▶ sum ──────╮
-               ├▶ sin ─▶ part ─╮            │
-               ├▶ cos ─▶ part ─┼▶ halve ─▶ scale
-               ╰▶ exp ─▶ copy ─╯
-    """
-    width = 4
-    kernels = Kernels({"x": torch.randn(width, width)})
-    (x,) = kernels.arguments
-    stem, product, total = kernels.taken(width, width), kernels.taken(width, width), kernels.taken(width)
-    kernels.launch("stem", lambda value, out: torch.mul(value, 2, out=out), x, stem)
-    kernels.graph.call_function(torch.ops.aten.mm.out, (stem, stem), {"out": product})
-    kernels.launch("sum", lambda value, out: torch.sum(value, 1, out=out), product, total)
-    gradients = [product]
-    for function in (torch.sin, torch.cos):
-        gradients.append(kernels.taken(width, width))
-        kernels.launch(function.__name__, lambda value, out, f=function: f(value, out=out), stem, gradients[-1])
-    gradients.append(kernels.graph.call_function(torch.ops.aten.exp.default, (stem,)))
-    flats = [kernels.graph.call_function(torch.ops.aten.view.default, (each, [-1])) for each in gradients]
-    bucket = kernels.graph.call_function(torch.ops.prims.cat.default, (flats, 0))
-    kernels.launch("halve", lambda out: out.div_(2), bucket, reads_too=True)
-    result = kernels.taken(4 * width * width)
-    kernels.launch("scale", lambda value, by, out: torch.mul(value, by.sum(), out=out), bucket, total, result)
-    case = kernels.case(result, Role.INPUT)
-    write_into_buckets(case.program.module)
-    return replace(case, graph=analyze(case.program))
 
 
 class Kernels:
