@@ -96,8 +96,9 @@ def select(
         tensors: the program's arguments; runs mutate them.
         bound: which of the arguments a captured graph may read in place.
         restore: restores mutated arguments before each run.
-        seconds: candidates that are not measured by then are refused. The sequential one is always measured, and so is
-            the next one that may run, which is predicted to be the fastest: else slow captures would leave one stream.
+        seconds: candidates that are not measured so long after the sequential one was built, which waits for kernels
+            that still compile, are refused. That one is always measured, and so is the next one that may run, which is
+            predicted to be the fastest: else slow captures would leave one stream.
         variants: yields variants of a candidate.
         peers: the processes that measure the same candidates together. What one of them cannot build, none uses.
 
@@ -105,7 +106,6 @@ def select(
         CaptureError: the first candidate cannot be captured, so none can.
         GroupError: a process is gone.
     """
-    end = time.perf_counter() + seconds
 
     def make(candidate: Candidate) -> Execution:
         what = f"the schedule {candidate.schedule.policy!r} of {candidate.schedule.streams} streams"
@@ -121,6 +121,7 @@ def select(
         return over_s > 0
 
     contest = _Contest(make, timer, list(candidates), make(candidates[0]), peers)
+    end = time.perf_counter() + seconds
     allowed = [place for place in range(1, len(candidates)) if not candidates[place].refusal]
     for place in allowed:
         if place != allowed[0] and late():
