@@ -11,14 +11,15 @@ instead of 122, for a gradient of 8192 × 2048 from 2048 rows in bfloat16.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from autostream.frontend.aten import tensors_in
-from autostream.utils.storages import layout_of, storage_of
+from autostream.analysis.values import storages_in, value_of
+from autostream.utils.operators import is_unknown
+from autostream.utils.storages import layout_of
 
 aten = torch.ops.aten
 
@@ -47,39 +48,55 @@ def add_products(module: fx.GraphModule) -> None:
         for storage in _storages([node, *node.all_input_nodes]):
             users[storage].append(node)
     for added in graph.find_nodes(op="call_function", target=aten.add_.Tensor):
-        total, product = added.args
-        views = _of_product(product) if not added.kwargs and isinstance(product, fx.Node) else []
-        if not views or not _are_alike([total, product, views[-1]]):
+        *views, product = _product_of(added, place, users) or (None,)
+        if product is None:
             continue
-        views, mm = views[:-1], views[-1]
-        (memory,) = _storages([total])
-        between = [node for node in users[memory] if place[mm] < place[node] < place[added]]
-        if between or place[total] >= place[mm] or memory in _storages(mm.all_input_nodes):
-            continue
-        with graph.inserting_before(mm):
-            node = graph.create_node("call_function", aten.addmm_.default, (total, *mm.args), name="addmm_")
-        node.meta, place[node] = {**mm.meta, "val": added.meta["val"]}, place[mm]
-        users[memory].append(node)
+        total: fx.Node = added.args[0]
+        with graph.inserting_before(product):
+            node = graph.create_node("call_function", aten.addmm_.default, (total, *product.args), name="addmm_")
+        node.meta, place[node] = {**product.meta, "val": value_of(added)}, place[product]
+        for storage in _storages([total]):
+            users[storage].remove(added)
+            users[storage].append(node)
         added.replace_all_uses_with(node)
-        for unused in (added, *views, mm):
+        for unused in (added, *views, product):
             graph.erase_node(unused)
     module.recompile()
 
 
-def _of_product(node: fx.Node) -> list[fx.Node]:
-    """A node that views a product, those that it is a view of, and the product; none if one of them has other users."""
+def _product_of(
+    added: fx.Node, place: Mapping[fx.Node, int], users: Mapping[int, Sequence[fx.Node]]
+) -> tuple[fx.Node, ...]:
+    """The views of a product that an addition adds, and the product; nothing if that cannot add to the sum itself.
+
+    Args:
+        added: adds in place.
+        place: of each node in the graph.
+        users: of each storage.
+    """
+    total, node = added.args
+    if added.kwargs or not isinstance(total, fx.Node) or not isinstance(node, fx.Node):
+        return ()
     views = [node]
     while isinstance(views[-1].target, OpOverload) and views[-1].target.is_view:
         views.append(views[-1].args[0])  # type: ignore[arg-type]
+    product = views[-1]
     is_own = all(len(view.users) == 1 for view in views)
-    return views if is_own and views[-1].target is aten.mm.default else []
+    if product.target is not aten.mm.default or not is_own or not _are_alike([total, node, product]):
+        return ()
+    memory = _storages([total])
+    between = [user for each in memory for user in users[each] if place[product] < place[user] < place[added]]
+    in_time = place[total] < place[product] and memory.isdisjoint(_storages(product.all_input_nodes))
+    return tuple(views) if in_time and not between else ()
 
 
 def _storages(nodes: Iterable[fx.Node]) -> set[int]:
-    return {storage_of(value) for node in nodes for value in tensors_in(node.meta.get("val"))}
+    return set[int]().union(*(storages_in(value_of(node)) for node in nodes))
 
 
 def _are_alike(nodes: Iterable[fx.Node]) -> bool:
-    """Whether the values of nodes have one type, device and layout."""
-    values: list[Tensor] = [node.meta["val"] for node in nodes]
+    """Whether the values of nodes have one type, device and layout, known before they run."""
+    values: list[Tensor] = [value_of(node) for node in nodes]
+    if any(map(is_unknown, (number for value in values for number in (*value.shape, *value.stride())))):
+        return False
     return len({(value.dtype, value.device, value.shape, layout_of(value)) for value in values}) == 1

@@ -5,6 +5,8 @@
 AOTAutograd would make ``addmm`` of it, whose result is new memory: the sum is copied there first, and copied back if
 it is an argument. It also makes an op functional that is not ATen's and writes an argument (``auto_functionalized``),
 but that Inductor runs in place where the old value is not needed any more, and on a copy where it is.
+
+Products whose matrices Inductor may pad, as cuBLAS is slow where rows are no multiples of 16 bytes, stay as they are.
 """
 
 from __future__ import annotations
@@ -15,15 +17,18 @@ from torch import Tensor, fx
 aten = torch.ops.aten
 
 _LIBRARY = torch.library.Library("autostream", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("addmm_(Tensor(a!) sum, Tensor x, Tensor y) -> ()")  # type: ignore[no-untyped-call]
+_LIBRARY.define("addmm_(Tensor(a!) total, Tensor x, Tensor y) -> ()")  # type: ignore[no-untyped-call]
 
 
-def _addmm_(sum: Tensor, x: Tensor, y: Tensor) -> None:
-    sum.addmm_(x, y)
+def _addmm_(total: Tensor, x: Tensor, y: Tensor) -> None:
+    total.addmm_(x, y)
 
 
 _LIBRARY.impl("addmm_", _addmm_, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("autostream::addmm_", lambda sum, x, y: None)
+torch.library.register_fake("autostream::addmm_", lambda total, x, y: None)
+
+_ALIGNMENT = 16
+"""Bytes."""
 
 _KEPT = torch.ops.autostream.addmm_.default
 
@@ -34,12 +39,12 @@ def keep_in_place(module: fx.GraphModule) -> fx.GraphModule:
     Args:
         module: a graph of ATen ops with values; it is not changed.
     """
-    if not module.graph.find_nodes(op="call_function", target=aten.addmm_.default):
+    if not any(map(_stays_in_place, module.graph.nodes)):
         return module
     graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
         copied[node] = graph.node_copy(node, copied.__getitem__)
-        if node.target is aten.addmm_.default and not node.kwargs:
+        if _stays_in_place(node):
             copied[node].target, copied[node].meta["val"] = _KEPT, None
             copied[node] = copied[node.args[0]]
     return fx.GraphModule(module, graph)
@@ -51,3 +56,10 @@ def restore_in_place(module: fx.GraphModule) -> fx.GraphModule:
         node.target = aten.addmm_.default
     module.recompile()
     return module
+
+
+def _stays_in_place(node: fx.Node) -> bool:
+    if node.target is not aten.addmm_.default or node.kwargs:
+        return False
+    values: list[Tensor] = [source.meta["val"] for source in node.all_input_nodes]
+    return all(size * value.itemsize % _ALIGNMENT == 0 for value in values for size in value.shape)

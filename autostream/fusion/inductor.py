@@ -319,10 +319,13 @@ def _missing() -> Iterator[str]:
 
 def _functional(program: Program) -> fx.GraphModule:
     """A program's graph in the ops that Inductor lowers; mutated arguments are written by copies at the end."""
+    from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.graph import GraphLowering
 
-    module = keep_in_place(functional_collectives(program.module))
+    module = functional_collectives(program.module)
+    if not (config.max_autotune or config.max_autotune_gemm):  # which may have a kernel that is faster still
+        module = keep_in_place(module)
     table = matvec_decompositions(random_decompositions(select_decomp_table()))
     if trains_convolutions(module.graph) and GraphLowering.decide_layout_opt(module, is_inference=False):
         try:

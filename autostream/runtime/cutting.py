@@ -117,7 +117,7 @@ def _with_written(graph: fx.Graph, ops: Mapping[str, Op]) -> fx.Graph:
 
 
 def _is_in_place(target: OpOverload) -> bool:
-    """Whether an operator that returns what it writes does nothing else."""
+    """Whether an operator that returns what it writes is known to do nothing else; ``wait_tensor`` does, for one."""
     return torch.Tag.pointwise in target.tags or target is torch.ops.aten.addmm_.default
 
 

@@ -112,6 +112,14 @@ def test_a_product_is_added_to_what_others_use_before_and_after(function: Callab
     assert count(rewritten(function, X, Y)) == 1
 
 
+def test_products_that_are_computed_first_are_added_one_after_the_other() -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        total, one, other = x + 1, y @ x, y @ y
+        return total.add_(one).add_(other)
+
+    assert count(rewritten(step, X, Y)) == 2
+
+
 def reads_the_sum_between(x: Tensor, y: Tensor) -> Any:
     total = x @ y
     product = y @ x
@@ -212,7 +220,7 @@ def test_random_programs_compute_what_they_did(program: list[tuple[str, int, int
                 case "add_mm":
                     values[-1].add_((a @ b).t().t())
                 case "add_":
-                    a.add_(b)
+                    a.add_(b.relu())  # of new memory: the two may overlap
                 case "t":
                     values.append(a.t())
                 case "mul_":
@@ -274,3 +282,44 @@ def test_gradients_that_a_user_adds_up_are_added_in_place() -> None:
     for _ in range(3):
         step(x, y)
     assert adds_in_place(step) == 2
+
+
+class Tied(nn.Module):
+    """One weight, of which the embedding has a sparse gradient and the head a dense one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(11, 6))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.weight, sparse=True) @ self.weight.t()
+
+
+def test_sparse_gradients_stay_in_the_graph() -> None:
+    model = Tied()
+    step = autostream.train_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), microbatches=2
+    )
+    for _ in range(3):
+        step(torch.arange(8), torch.arange(8))
+    assert [report.mode for report in step.reports] == ["one stream"]
+
+
+def test_products_of_sizes_that_depend_on_data_stay_in_the_graph() -> None:
+    model = nn.Linear(4, 4)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @autostream.step(optimizers=[sgd])
+    def step(x: Tensor) -> Tensor:
+        chosen = x[x[:, 0] > 0]
+        y = model(chosen)
+        y += chosen @ model.weight
+        loss = y.square().mean()
+        loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+        return loss
+
+    for _ in range(3):
+        step(torch.randn(16, 4))
+    assert [report.mode for report in step.reports] == ["one stream"]

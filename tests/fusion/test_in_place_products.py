@@ -74,7 +74,15 @@ def test_what_is_needed_as_it_was_is_copied_or_read_first() -> None:
     assert_same(function, kernels, *TENSORS)
 
 
-def test_other_graphs_stay() -> None:
-    module = make_fx(lambda x, y: (x @ y, x.clone().addmm_(x, y, beta=2.0)))(*TENSORS[:2])
-    code = module.code
-    assert keep_in_place(module).code == code
+@pytest.mark.parametrize(
+    ("function", "size"),
+    [
+        (lambda x, y: (x @ y, x.clone().addmm_(x, y, beta=2.0)), 4),
+        (lambda x, y: x.clone().addmm_(x, y), 3),
+        (lambda x, y: x.clone().add_(x @ y), 4),
+    ],
+    ids=["scaled", "what may be padded", "none"],
+)
+def test_other_graphs_stay(function: Callable[..., Any], size: int) -> None:
+    module = make_fx(function)(*(torch.randn(size, size) for _ in range(2)))
+    assert keep_in_place(module) is module

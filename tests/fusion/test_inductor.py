@@ -45,6 +45,17 @@ def learning(x: Tensor, mean: Tensor) -> Tensor:
     return (x - mean).relu_().view(-1)
 
 
+@pytest.mark.parametrize("autotuned", [True, False])
+def test_autotuned_products_are_not_kept_in_place(autotuned: bool) -> None:
+    """A template of Inductor's may be faster."""
+    case = case_of(lambda x, y: (x @ y).addmm_(y, x), torch.randn(4, 4), torch.randn(4, 4))
+    with inductor.with_settings({"max_autotune": autotuned}):
+        module = inductor._functional(case.program)
+    targets = [node.target for node in module.graph.nodes]
+    assert (torch.ops.higher_order.auto_functionalized_v2 in targets) != autotuned
+    assert (aten.addmm.default in targets) == autotuned
+
+
 def test_a_functional_graph_computes_the_same_and_mutates_arguments_at_the_end() -> None:
     x, mean = torch.randn(4, 6), torch.randn(6)
     case = case_of(learning, x, mean)
