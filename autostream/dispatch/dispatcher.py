@@ -198,6 +198,10 @@ class Dispatcher(OptimizedCallable):
     def note(self, reason: str) -> None:
         """Add a reason why calls run eagerly to the reports, and log it once."""
         self._warn(f"{self.name} runs plainly: {reason}")
+        self._record(reason)
+
+    def _record(self, reason: str) -> None:
+        """Add a reason why calls run eagerly to the reports."""
         if reason not in self._bypasses and len(self._bypasses) < MOST_WARNINGS:
             refusal = Decision("", "plain", reason)
             report = Report(self.name, "some calls", "plain", refusals=(refusal,), versions=versions())
@@ -234,6 +238,7 @@ class Dispatcher(OptimizedCallable):
                 except TargetError:
                     self._drop(key, entry)
                     raise
+                self._warn(entry.warning)
             return entry
 
     def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any], excluded: Sequence[Entry] = ()) -> Any:
@@ -269,8 +274,9 @@ class Dispatcher(OptimizedCallable):
                         self._refund(key, entry)
                 elif not entry.has_returned:
                     self._refund(key, entry)
-                    self.note(entry.reason)
+                    self._record(entry.reason)
                 raise
+            self._warn(entry.warning)
             if isinstance(entry, SplitCall):
                 self._contest(key, entry, None, args, kwargs)
             else:
@@ -430,7 +436,7 @@ class Dispatcher(OptimizedCallable):
         """Capture a call; or the reason why it has to be a later one."""
         entries = chain.from_iterable(self._admission.entries.values())
         known = (entry.compiled for entry in entries if isinstance(entry, CapturedCall) and entry.compiled)
-        return new_entry(self.model, self._context, label, args, kwargs, known, self._warn)
+        return new_entry(self.model, self._context, label, args, kwargs, known)
 
     def _refusal(self, reason: str, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """A reason not to compile, with advice."""

@@ -22,10 +22,14 @@ class EagerCall:
         label: describes the calls in reports.
         reason: why they run eagerly.
         schedule: the report of what else could run them, if anything could.
+        warning: what the user is to know once a call has returned: of a wrong call, the model's own error says enough.
+
+    Attributes:
+        warning: the same.
     """
 
-    def __init__(self, label: str, reason: str, schedule: Report | None = None) -> None:
-        self.label, self.reason, self._schedule = label, reason, schedule
+    def __init__(self, label: str, reason: str, schedule: Report | None = None, warning: str = "") -> None:
+        self.label, self.reason, self.warning, self._schedule = label, reason, warning, schedule
 
     @property
     def is_choice(self) -> bool:

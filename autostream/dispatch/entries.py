@@ -47,7 +47,6 @@ def new_entry(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     known: Iterable[CompiledGraph],
-    warn: Callable[[str], object],
 ) -> Entry | str:
     """Capture a call: what runs it and calls like it, or the reason why only a later one can be captured.
 
@@ -58,7 +57,6 @@ def new_entry(
         args: positional arguments.
         kwargs: keyword arguments.
         known: compiled graphs of the model. The same graph under other guards, such as those of inference mode, is one.
-        warn: logs why calls are not one graph.
 
     Raises:
         OptionError: the options require what these tensors do not allow.
@@ -71,17 +69,16 @@ def new_entry(
     if any(map(is_lazy, model.parameters())):
         return _LAZY
     if reason := unusual_model(model):
-        return _refused(model, context, label, TraceError(reason), warn)
+        return _refused(model, context, label, TraceError(reason))
     compiled_graph = partial(_compiled_graph, model, context)
     try:
         captured = capture(model, args, kwargs)
     except TraceError as error:
         if options.strict or isinstance(error, FastPathError):
-            return _refused(model, context, label, error, warn)
-        warn(f"{name_of(model)}: {error}; splitting it at graph breaks")
+            return _refused(model, context, label, error)
         return SplitCall(model, label, str(error), compiled_graph)
     except Exception as error:
-        return _refused(model, context, label, error, warn)
+        return _refused(model, context, label, error)
     if captured is None:
         return EagerCall(label, "it computes nothing with tensors")
     try:
@@ -94,7 +91,7 @@ def new_entry(
         compiled = next(same, None) or compiled_graph([], captured.module, names)
         signature = compiled.signature(captured.tensors, admitted=True)
     except Exception as error:
-        return _refused(model, context, label, error, warn)
+        return _refused(model, context, label, error)
     finally:
         drop_weak_references(mode_of(captured.module))
     if signature is None:
@@ -136,14 +133,11 @@ def model_instead(
     return EagerCall(entry.label, decision.reason, report) if decision.choice == "plain" else None
 
 
-def _refused(
-    model: nn.Module, context: ModelContext, label: str, error: Exception, warn: Callable[[str], object]
-) -> EagerCall:
+def _refused(model: nn.Module, context: ModelContext, label: str, error: Exception) -> EagerCall:
     if context.options.strict or isinstance(error, OptionError | TargetError):
         raise error
     reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
-    warn(f"{name_of(model)} runs plainly: {reason}")
-    return EagerCall(label, reason)
+    return EagerCall(label, reason, warning=f"{name_of(model)} runs plainly: {reason}")
 
 
 def _compiled_graph(

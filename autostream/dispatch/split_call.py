@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from autostream.dispatch.compiled_graph import CompiledGraph, InputNames, reports_of_graph
 from autostream.frontend.autograd import run_graph
 from autostream.frontend.graph_breaks import ending_of, with_breaks
+from autostream.frontend.modules import name_of
 from autostream.ir import Decision
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
@@ -38,6 +39,7 @@ class SplitCall:
         make: compiles a graph.
 
     Attributes:
+        warning: what the user is to know once a call has returned.
         runs: run the graphs, in the order in which they were compiled.
         has_returned: whether a call has returned without an error.
         was_called: whether it has run a call on the slow path.
@@ -49,6 +51,7 @@ class SplitCall:
 
     def __init__(self, model: nn.Module, label: str, reason: str, make: MakeGraph) -> None:
         self.label, self.reason = label, reason
+        self.warning = f"{name_of(model)}: {reason}; splitting it at graph breaks"
         self._called = self.has_returned = False
         self._refusals = {reason: Decision("", "graph breaks", reason)}
         self._graphs: list[tuple[list[CompiledGraph], str]] = []

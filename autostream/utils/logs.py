@@ -58,8 +58,8 @@ class Warned:
         self._log, self._said = log, set[str]()
 
     def __call__(self, message: str) -> None:
-        """Log a warning, if it is new."""
-        if message not in self._said and len(self._said) < MOST_WARNINGS:
+        """Log a warning, if there is one, and it is new."""
+        if message and message not in self._said and len(self._said) < MOST_WARNINGS:
             self._said.add(message)
             self._log.warning("%s", message)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from typing import Any
@@ -234,7 +235,7 @@ def test_calls_that_fail_leave_nothing_and_drop_nothing(picky: nn.Module) -> Non
 
 
 @torch.no_grad()
-def test_calls_that_fail_do_not_count_as_signatures() -> None:
+def test_calls_that_fail_do_not_count_as_signatures_and_have_no_warnings(caplog: pytest.LogCaptureFixture) -> None:
     """Regression: four mistakes in a notebook, and the right call was not scheduled."""
     dispatch = dispatcher(nn.Linear(3, 4))
     for wrong in [*range(4, 12), *[4] * 8]:
@@ -243,6 +244,7 @@ def test_calls_that_fail_do_not_count_as_signatures() -> None:
     dispatch(t(2, 3))
     assert modes(dispatch)[0] == "one stream"
     assert {*modes(dispatch)[1:]} == {"plain"}
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING], "the model's errors suffice"
 
 
 @torch.no_grad()
