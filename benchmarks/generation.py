@@ -37,7 +37,7 @@ from autostream.cli.zoo import import_without_compiled_ops
 from autostream.errors import first_line
 from autostream.explaining import reports_of
 from autostream.reporting.report import Report
-from benchmarks.host import order
+from autostream.runtime.clock import order
 from benchmarks.stamp import RESULTS, save, stamp
 
 CACHE, TOKENS, ROUNDS = 512, 64, 9

@@ -25,8 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -42,9 +41,9 @@ from autostream import backend
 from autostream.cli import modes
 from autostream.cli.arguments import positive
 from autostream.cli.modes import Call, Mode
-from autostream.errors import OptionError, first_line
-from autostream.options import Options
-from autostream.runtime.clock import FEWEST_RUNS, LATENCIES, ROUND_US, Measured, Times, clock_of
+from autostream.errors import first_line
+from autostream.runtime.clock import FEWEST_RUNS, LATENCIES, ROUND_US, Measured, Times, clock_of, order
+from autostream.utils import collector
 from benchmarks import zoo
 from benchmarks.harness import training
 from benchmarks.harness.comparison import Comparison
@@ -74,8 +73,6 @@ SECONDS = 40.0
 STEADY = 10
 """Calls after which a mode is steady."""
 
-INPUTS: Mapping[str, Any] = {"guards": "inputs"}
-
 
 def compile_backend(model: nn.Module, args: Sequence[Any]) -> Call:
     """``torch.compile`` with autostream as its backend."""
@@ -88,7 +85,7 @@ OURS = "autostream"
 PLAIN: Mapping[str, Mode] = {
     "bare_replay": modes.cuda_graph,
     OURS: modes.optimized,
-    "autostream_inputs": partial(modes.optimized, **INPUTS),
+    "autostream_inputs": partial(modes.optimized, guards="inputs"),
 }
 """Modes that are prepared before ``torch.compile`` is called."""
 
@@ -126,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     start = time.time()
     rows: list[dict[str, Any]] = []
     skipped: list[str] = []
-    result = {"schema": 1, "stamp": stamp(), "unavailable": unavailable(), "skipped": skipped, "rows": rows}
+    result = {"schema": 1, "stamp": stamp(), "skipped": skipped, "rows": rows}
     for name in options.workloads or WORKLOADS:
         left = start + options.seconds - time.time()
         if left > 0:
@@ -136,15 +133,6 @@ def main(argv: list[str] | None = None) -> int:
             _say(start, f"{name}: skipped, no time is left")
         save("host", result, table(result), options.out)  # after each row, in case the process is killed
     return 0
-
-
-def unavailable() -> dict[str, str]:
-    """Modes that this version of autostream lacks, and why."""
-    try:
-        Options.parse(dict(INPUTS))
-    except OptionError as error:
-        return {"autostream_inputs": str(error)}
-    return {}
 
 
 def _in_a_process(workload: str, after_compile: bool, start: float, seconds: float) -> dict[str, Any]:
@@ -187,8 +175,7 @@ def measured(comparison: Comparison, after_compile: bool, note: Callable[[str], 
     calls = STEPS if trains else CALLS
     with torch.set_grad_enabled(trains):  # around all calls, since it would be part of each one's time
         lineup = Lineup(comparison)
-        without = unavailable()
-        for mode in TRAINING if trains else [mode for mode in PLAIN if mode not in without]:
+        for mode in TRAINING if trains else PLAIN:
             lineup.prepare(mode, note)
         clock = BusyClock(comparison.device)
         row: dict[str, Any] = {}
@@ -197,7 +184,8 @@ def measured(comparison: Comparison, after_compile: bool, note: Callable[[str], 
             for mode in COMPILED:
                 lineup.prepare(mode, note)
         lineup.check(note)
-        with _no_collections():
+        gc.collect()
+        with collector.paused():  # a collection would count as the time of one mode
             timed = rounds(lineup.calls, clock, comparison.device, calls, note)
         row["modes"] = {mode: {"failed": why} for mode, why in lineup.failed.items()} | timed
         if after_compile and not trains:
@@ -215,20 +203,9 @@ def _alone(lineup: Lineup, clock: BusyClock, calls: int, note: Callable[[str], N
     pace = clock.pace(call, calls) if call else None
     if call is None or pace is None:
         return None
-    with _no_collections():
+    with collector.paused():
         times = [clock.host_us(call, pace) for _ in range(FEWEST_ROUNDS)]
     return _quartiles([us for us in times if us is not None])
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Without garbage collection, which would count as the time of one mode."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @dataclass(slots=True)
@@ -333,18 +310,6 @@ def rounds(
     }
 
 
-def order(names: Sequence[str], turn: int) -> list[str]:
-    """Names rotated by the round's number, in odd rounds reversed, so that neighbours change.
-
-    Example:
-        >>> [order("abc", turn) for turn in range(3)]
-        [['a', 'b', 'c'], ['a', 'c', 'b'], ['c', 'a', 'b']]
-    """
-    first = turn % len(names) if names else 0
-    rotated = [*names[first:], *names[:first]]
-    return rotated[::-1] if turn % 2 else rotated
-
-
 @dataclass(frozen=True, slots=True)
 class Pace:
     """Number of calls, and µs that the device sleeps while they are queued."""
@@ -431,7 +396,7 @@ def _quartiles(values: Sequence[float]) -> dict[str, float] | None:
 
 def table(result: dict[str, Any]) -> str:
     """A line for each workload and mode with its medians; below, what was not measured and why."""
-    lines, missing = [], [f"{mode}: {why}" for mode, why in result["unavailable"].items()]
+    lines, missing = [], list[str]()
     for row in result["rows"]:
         if "failed" in row:
             missing.append(f"{row['workload']}: {row['failed']}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -83,12 +82,7 @@ def _measured(check: _Check | StepCheck, modes: Mapping[str, Any], device: torch
             calls[name] = call
     # Only now: what captures or compiles later may reuse memory of an earlier graph.
     calls = _right(check, calls, cells)
-    gc.collect()
-    gc.disable()  # a collection would count as the time of one mode
-    try:
-        times = interleaved({name: check.timed(call) for name, call in calls.items()}, clock_of(device), status)
-    finally:
-        gc.enable()
+    times = interleaved({name: check.timed(call) for name, call in calls.items()}, clock_of(device), status)
     for name in _right(check, calls, cells):
         cells[name] |= times[name].dump()
     return cells

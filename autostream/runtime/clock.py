@@ -14,6 +14,7 @@ On a CPU, all four are the time of a call.
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ from statistics import median, quantiles
 from typing import Any, Protocol
 
 import torch
+
+from autostream.utils import collector
 
 Measured = Callable[[], object]
 
@@ -84,7 +87,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def interleaved(calls: Mapping[str, Measured], clock: Clock, note: Callable[[str], None]) -> dict[str, Times]:
-    """Time calls side by side.
+    """Time calls side by side. No garbage is collected meanwhile: that would count as the time of one of them.
 
     Args:
         calls: by name.
@@ -96,21 +99,23 @@ def interleaved(calls: Mapping[str, Measured], clock: Clock, note: Callable[[str
     """
     times = {name: Times() for name in calls}
     runs = {}
-    for name, call in calls.items():
-        note(name)
-        call()
-        runs[name] = max(FEWEST_RUNS, round(ROUND_US / max(clock.once_us(call), 1.0)))
-    end = time.perf_counter() + SECONDS
-    for turn in range(ROUNDS):
-        if turn >= FEWEST_ROUNDS and time.perf_counter() > end:
-            break
-        for name in _order(list(calls), turn):
+    gc.collect()
+    with collector.paused():
+        for name, call in calls.items():
             note(name)
-            clock.measure(calls[name], times[name], runs[name])
+            call()
+            runs[name] = max(FEWEST_RUNS, round(ROUND_US / max(clock.once_us(call), 1.0)))
+        end = time.perf_counter() + SECONDS
+        for turn in range(ROUNDS):
+            if turn >= FEWEST_ROUNDS and time.perf_counter() > end:
+                break
+            for name in order(list(calls), turn):
+                note(name)
+                clock.measure(calls[name], times[name], runs[name])
     return times
 
 
-def _order(names: Sequence[str], turn: int) -> Sequence[str]:
+def order(names: Sequence[str], turn: int) -> Sequence[str]:
     """Another order in each round, the same in each run, so that no call always follows the same one."""
     return random.Random(turn).sample(names, len(names))
 

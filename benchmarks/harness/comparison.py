@@ -15,7 +15,7 @@ import torch
 from autostream.errors import first_line
 from autostream.reporting.report import Report
 from autostream.runtime.capture import clear_cublas_workspaces
-from autostream.runtime.clock import Clock, Times, clock_of, interleaved
+from autostream.runtime.clock import clock_of, interleaved
 from autostream.scheduling.peak import given_bytes
 
 Status = Literal["ok", "wrong", "failed", "crashed", "timed out"]
@@ -121,7 +121,7 @@ def _compared(comparison: Comparison, modes: Collection[str], note: Callable[[st
         note(mode)
         cells[mode] = _prepared(comparison, mode, ready)
     _check(comparison, ready, cells, "once the others were prepared")
-    timed = _timed(ready, clock, note)
+    timed = interleaved({mode: prepared.call for mode, prepared in ready.items()}, clock, note)
     _check(comparison, ready, cells, "after it was timed")
     for mode in ready:
         for name, us in timed[mode].dump().items():
@@ -168,15 +168,6 @@ def _prepared(comparison: Comparison, mode: str, ready: dict[str, PreparedMode])
     else:
         ready[mode] = prepared
     return cell
-
-
-def _timed(ready: dict[str, PreparedMode], clock: Clock, note: Callable[[str], None]) -> dict[str, Times]:
-    gc.collect()
-    gc.disable()  # a collection would count as the time of one mode
-    try:
-        return interleaved({mode: prepared.call for mode, prepared in ready.items()}, clock, note)
-    finally:
-        gc.enable()
 
 
 def _schedule(reports: tuple[Report, ...]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ CELL: dict[str, Any] = {
 
 
 def result(*rows: dict[str, Any], **others: Any) -> dict[str, Any]:
-    return {"unavailable": {}, "skipped": [], "rows": [*rows], **others}
+    return {"skipped": [], "rows": [*rows], **others}
 
 
 def entries(line: str) -> list[str]:
@@ -94,9 +94,6 @@ def test_what_there_is_no_time_for_is_named(monkeypatch: pytest.MonkeyPatch, tmp
     ]
     assert saved["skipped"] == ["googlenet"]
     assert "- googlenet: no time was left" in (tmp_path / "host.md").read_text()
-
-
-# A process of its own
 
 
 # Modes
