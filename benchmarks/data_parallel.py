@@ -12,7 +12,6 @@ rounds; a round takes as long as on the slowest of them.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import subprocess
@@ -21,7 +20,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -34,7 +32,7 @@ from autostream.errors import first_line
 from autostream.explaining import reports_of
 from autostream.frontend.data_parallel import buckets
 from benchmarks.harness.training import TrainingSubject, eager, scheduled
-from benchmarks.stamp import RESULTS, save, stamp
+from benchmarks.stamp import save, saving_parser, stamp
 from benchmarks.zoo import TRAINING, prepare_training
 
 BATCHES = {"train_encoder6": 16, "train_resnet50": 32}
@@ -98,13 +96,12 @@ MODES: Mapping[str, Mode] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, save and print the results; without ``torchrun``, start it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.data_parallel", description=__doc__.splitlines()[0])
+    parser = saving_parser("data_parallel", __doc__)
     parser.add_argument("--world", type=int, default=2, help="number of processes (default: %(default)s)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="NCCL or gloo (default: %(default)s)")
     parser.add_argument("--workloads", nargs="+", choices=TRAINING, default=[*BATCHES], metavar="NAME")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES], metavar="MODE")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="(default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON and the table")
     options = parser.parse_args(argv)
     if "RANK" not in os.environ:
         if options.device == "cuda" and torch.cuda.device_count() < options.world:

@@ -15,7 +15,6 @@ Tokens that differ from eager's are counted: equal scores of random weights may 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import subprocess
@@ -38,7 +37,7 @@ from autostream.errors import first_line
 from autostream.explaining import reports_of
 from autostream.reporting.report import Report
 from autostream.runtime.clock import order
-from benchmarks.stamp import RESULTS, save, stamp
+from benchmarks.stamp import save, saving_parser, stamp
 
 CACHE, TOKENS, ROUNDS = 512, 64, 9
 _LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": CACHE}
@@ -66,10 +65,9 @@ OURS, BASELINE = "autostream", "reduce_overhead"
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, save and print the results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.generation", description=__doc__.splitlines()[0])
+    parser = saving_parser("generation", __doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: {' '.join(ROWS)}")
     parser.add_argument("--seconds", type=positive, default=280.0, help="for all; what is not measured then is named")
-    parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON and the table")
     options = parser.parse_args(argv)
     if unknown := set(options.models) - set(ROWS):
         parser.error(f"{min(unknown)}: use {', '.join(ROWS)}")

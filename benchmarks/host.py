@@ -18,7 +18,6 @@ is compiled that way, and with ``--after-compile`` again at the end, after one m
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import subprocess
@@ -49,7 +48,7 @@ from benchmarks.harness import training
 from benchmarks.harness.comparison import Comparison
 from benchmarks.harness.inference import Inference
 from benchmarks.harness.training import Training
-from benchmarks.stamp import RESULTS, save, stamp
+from benchmarks.stamp import save, saving_parser, stamp
 from benchmarks.suites import Row, comparison_of
 
 ROWS: Mapping[str, Row] = {
@@ -105,7 +104,7 @@ TRAINING: Mapping[str, Callable[[training.TrainingSubject], training.Step]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, save and print the results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__.splitlines()[0])
+    parser = saving_parser("host", __doc__)
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"default: {' '.join(WORKLOADS)}")
     parser.add_argument(
         "--after-compile", action="store_true", help="time autostream again after one more torch.compile of the model"
@@ -113,7 +112,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=positive, default=float("inf"), help="for all workloads; what is not measured then is named"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON and the table")
     options = parser.parse_args(argv)
     unknown = set(options.workloads) - set(ROWS)
     if unknown:

@@ -13,13 +13,11 @@ In bfloat16 the others round after every operation, which changes losses by more
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from torch import Tensor, nn
 from autostream.cli.arguments import names
 from benchmarks import zoo
 from benchmarks.harness.training import Step, TrainingSubject, eager, scheduled
-from benchmarks.stamp import RESULTS, earlier_rows, save, stamp
+from benchmarks.stamp import earlier_rows, save, saving_parser, stamp
 
 STEPS, WINDOW = 200, 10
 """Losses are compared as means over windows of steps."""
@@ -47,9 +45,8 @@ PRECISIONS = {"bfloat16": torch.bfloat16, AUTOCAST: torch.float32}
 
 def main(argv: list[str] | None = None) -> int:
     """Train, save and print the results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.losses", description=__doc__.splitlines()[0])
+    parser = saving_parser("losses", __doc__)
     parser.add_argument("--workloads", type=names, default=list(zoo.TRAINING), metavar="A,B", help="only these")
-    parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON and the table")
     options = parser.parse_args(argv)
     if unknown := [name for name in options.workloads if name not in zoo.TRAINING]:
         parser.error(f"there is no workload {unknown[0]}: use {', '.join(zoo.TRAINING)}")

@@ -10,7 +10,6 @@ A frame follows one step, timed by animation frames; the CPU time of the page's 
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from benchmarks.planning import chained
-from benchmarks.stamp import RESULTS, save, stamp
+from benchmarks.stamp import save, saving_parser, stamp
 
 _STEPS = {
     "table": "rows => { rows.scrollTop = (step * 280) % (rows.scrollHeight - 1000); }",
@@ -71,10 +70,9 @@ def tree() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, save and print the results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.page", description=__doc__.splitlines()[0])
+    parser = saving_parser("page", __doc__)
     parser.add_argument("pages", nargs="+", type=Path, metavar="REPORT.html")
     parser.add_argument("--frames", type=int, default=60, help="of each movement, measured three times (default: 60)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON and the table")
     options = parser.parse_args(argv)
     rows = measured(options.pages, options.frames)
     save("page", {"schema": 1, "stamp": stamp(), "rows": rows}, table(rows), options.out)

@@ -9,11 +9,9 @@ CUDA graphs, by a profiler. The table also has the times of calls back to back.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 import autostream
 from autostream.runtime.clock import clock_of, interleaved
 from autostream.runtime.measured_timeline import profiled, share_in_graphs
-from benchmarks.stamp import RESULTS, save, stamp
+from benchmarks.stamp import save, saving_parser, stamp
 
 WIDTH, ROWS, BRANCHES = 512, 1024, 4
 CALLS = 10
@@ -36,8 +34,7 @@ SETTLED = 200
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, save and print the results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.partial_graphs", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON and the table")
+    parser = saving_parser("partial_graphs", __doc__)
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device here: on the CPU nothing is captured")

@@ -12,7 +12,6 @@ each policy but ``search``. Each graph has a process of its own, whose peak memo
 
 from __future__ import annotations
 
-import argparse
 import gc
 import math
 import os
@@ -42,7 +41,7 @@ from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
 from benchmarks import zoo
-from benchmarks.stamp import RESULTS, save, stamp
+from benchmarks.stamp import save, saving_parser, stamp
 
 STAGES = ("trace", "analyze", "price", "schedule", "verify")
 SIZES = (1_000, 2_000, 5_000, 10_000)
@@ -87,7 +86,7 @@ class Chains(nn.Module):
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, save and print the results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__.splitlines()[0])
+    parser = saving_parser("planning", __doc__)
     parser.add_argument("sizes", nargs="*", type=int, metavar="OPS", help=f"default: {' '.join(map(str, SIZES))}")
     parser.add_argument("--profile", default="h200", choices=known_names(), help="plan for this device (default: h200)")
     parser.add_argument(
@@ -97,7 +96,6 @@ def main(argv: list[str] | None = None) -> int:
         "--graphs", nargs="*", type=int, default=GRAPH_SIZES, metavar="OPS", help="schedule graphs of so many ops alone"
     )
     parser.add_argument("--rounds", type=int, default=3, help="measure so many times, keep the medians (default: 3)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON and the tables")
     options = parser.parse_args(argv)
     sizes, profile = options.sizes or SIZES, profile_named(options.profile)
     planned(*chained(64), profile)  # warms up

@@ -11,7 +11,6 @@ Rows of the same commit and machine in the folder stay, so a long run can be spl
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import subprocess
@@ -32,7 +31,7 @@ from autostream.ir import Candidate
 from autostream.reporting.report import Report
 from autostream.scheduling.simulate import simulate
 from benchmarks import zoo
-from benchmarks.stamp import RESULTS, earlier_rows, save, stamp
+from benchmarks.stamp import earlier_rows, save, saving_parser, stamp
 from benchmarks.suites import SUITES
 
 ROWS = tuple(f"{row.workload}:{row.batch}" for row in SUITES["inference"].rows)
@@ -41,10 +40,9 @@ ROWS = tuple(f"{row.workload}:{row.batch}" for row in SUITES["inference"].rows)
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, save and print the results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.predictions", description=__doc__.splitlines()[0])
+    parser = saving_parser("predictions", __doc__)
     parser.add_argument("rows", nargs="*", metavar="WORKLOAD:BATCH", help="default: the inference suite")
     parser.add_argument("--processes", type=int, default=1, help="compile so many at a time beforehand (default: 1)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON, table and plot")
     options = parser.parse_args(argv)
     unknown = set(options.rows) - set(ROWS)
     if unknown:

@@ -9,11 +9,9 @@ was prefetched to (`graph into`).
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,7 +21,7 @@ from torch import Tensor, nn
 
 import autostream
 from autostream.runtime.clock import clock_of
-from benchmarks.stamp import RESULTS, save, stamp
+from benchmarks.stamp import save, saving_parser, stamp
 
 MIB = 2**20
 SIZES = (1, 8, 64)
@@ -43,10 +41,9 @@ VARIANTS = ("copy", "work", "synchronous", "non_blocking", "prefetch", "graph", 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, save and print the results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.prefetching", description=__doc__.splitlines()[0])
+    parser = saving_parser("prefetching", __doc__)
     parser.add_argument("--mib", type=int, nargs="+", default=SIZES, help="of a batch (default: %(default)s)")
     parser.add_argument("--depth", type=int, default=2, help="of prefetch (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON and the table")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device here: on the CPU nothing is copied")

@@ -17,7 +17,6 @@ noisy measurements is biased, so each candidate is measured again several times:
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections import Counter
@@ -26,7 +25,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from math import inf, isfinite
-from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
@@ -51,7 +49,7 @@ from autostream.tuning.select import Execution, build, interleaved, written
 from autostream.tuning.tune import Tuned, tune
 from autostream.utils.stopwatch import Stopwatch
 from benchmarks import zoo
-from benchmarks.stamp import RESULTS, earlier_rows, save, stamp
+from benchmarks.stamp import earlier_rows, save, saving_parser, stamp
 
 WORKLOADS = ("googlenet", "inception_v3")
 
@@ -77,11 +75,10 @@ where it cannot run."""
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, save and print the results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.random_search", description=__doc__.splitlines()[0])
+    parser = saving_parser("random_search", __doc__)
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"default: {' '.join(WORKLOADS)}")
     parser.add_argument("--seconds", type=float, default=600.0, help="search for so long each (default: 600)")
     parser.add_argument("--seed", type=int, default=0, help="of the random choices (default: 0)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON and the table")
     options = parser.parse_args(argv)
     unknown = set(options.workloads) - set(zoo.INFERENCE)
     if unknown:

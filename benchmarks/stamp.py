@@ -1,7 +1,8 @@
-"""The stamp of a measurement: machine, versions, commit and time."""
+"""What all measurements have: a stamp with machine, versions, commit and time, and a folder where they are saved."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -37,6 +38,13 @@ def stamp() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         **_versions(),
     }
+
+
+def saving_parser(name: str, about: str) -> argparse.ArgumentParser:
+    """The parser of a benchmark that saves what it measures, with ``--out``; its first line says what it is about."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON, tables and plots")
+    return parser
 
 
 def earlier_rows(name: str, folder: Path, now: Mapping[str, Any], **same: Any) -> list[dict[str, Any]]:

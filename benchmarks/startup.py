@@ -9,7 +9,6 @@ those of the first round in later ones.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -17,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,7 +24,7 @@ from tabulate import tabulate
 
 from benchmarks import zoo
 from benchmarks.harness.modes import modes_of
-from benchmarks.stamp import RESULTS, save, stamp
+from benchmarks.stamp import save, saving_parser, stamp
 
 MODES = ("compile_reduce_overhead", "autostream")
 """The baseline, and autostream."""
@@ -38,10 +36,9 @@ CALLS = 3
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, save and print the results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__.splitlines()[0])
+    parser = saving_parser("startup", __doc__)
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"default: {' '.join(WORKLOADS)}")
     parser.add_argument("--warm", type=int, default=1, help="rounds from the caches; their median is kept (default: 1)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON and the table")
     options = parser.parse_args(argv)
     unknown = set(options.workloads) - set(zoo.INFERENCE)
     if unknown:

@@ -10,12 +10,10 @@ Without ``--kernels auto`` all ops are ATen's and nothing is tuned, on one GPU a
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -27,7 +25,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 import autostream
-from benchmarks.stamp import RESULTS, save, stamp
+from benchmarks.stamp import save, saving_parser, stamp
 
 MICROBATCHES = 8
 WARM_UP = 3
@@ -209,8 +207,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, save and print the results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.two_devices", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS / "latest", help="folder for the JSON and the table")
+    parser = saving_parser("two_devices", __doc__)
     parser.add_argument("--kernels", choices=("eager", "auto"), default="eager", help="ATen's, or what is fastest")
     parser.add_argument("models", nargs="*", choices=[*CASES, []], help="which (default: all)")
     options = parser.parse_args(argv)
