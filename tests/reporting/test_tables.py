@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autostream.reporting.tables import line, size, source, table
+from autostream.reporting.tables import size, source, table
 
 
 def test_columns_are_aligned_by_the_first_word_of_their_heads() -> None:
@@ -14,10 +14,6 @@ def test_columns_are_aligned_by_the_first_word_of_their_heads() -> None:
 
 def test_no_amount_of_memory_is_too_small_or_too_large() -> None:
     assert [size(amount) for amount in (0, 999, 1000, 5e9, 4e12)] == ["0 B", "999 B", "1.0 kB", "5.0 GB", "4,000.0 GB"]
-
-
-def test_text_from_the_model_cannot_move_the_cursor() -> None:
-    assert line("a\x1b[2J\tb\r\nc") == "a [2J b c"
 
 
 @pytest.mark.parametrize("directory", ["/usr/lib/", "../", r"C:\models" "\\", ""])
