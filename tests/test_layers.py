@@ -169,7 +169,7 @@ ONLY_IN = [
         r"\.(create_node|node_copy)\(",
         {
             *("dispatch.compiled_graph", "frontend.counters", "frontend.static_tensors", "fusion.collectives"),
-            *("frontend.gradient_sums", "fusion.in_place_products", "runtime.cutting", "runtime.lower"),
+            *("frontend.gradient_sums", "runtime.cutting", "runtime.lower"),
         },
     ),
     # a stream that others are handed as well must not be captured

@@ -48,9 +48,10 @@ def add_products(module: fx.GraphModule) -> None:
         for storage in _storages([node, *node.all_input_nodes]):
             users[storage].append(node)
     for added in graph.find_nodes(op="call_function", target=aten.add_.Tensor):
-        *views, product = _product_of(added, place, users) or (None,)
-        if product is None:
+        found = _product_of(added, place, users)
+        if not found:
             continue
+        *views, product = found
         total: fx.Node = added.args[0]
         with graph.inserting_before(product):
             node = graph.create_node("call_function", aten.addmm_.default, (total, *product.args), name="addmm_")

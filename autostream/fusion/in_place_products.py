@@ -11,6 +11,8 @@ Products whose matrices Inductor may pad, as cuBLAS is slow where rows are no mu
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, fx
 
@@ -41,12 +43,10 @@ def keep_in_place(module: fx.GraphModule) -> fx.GraphModule:
     """
     if not any(map(_stays_in_place, module.graph.nodes)):
         return module
-    graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in module.graph.nodes:
-        copied[node] = graph.node_copy(node, copied.__getitem__)
-        if _stays_in_place(node):
-            copied[node].target, copied[node].meta["val"] = _KEPT, None
-            copied[node] = copied[node.args[0]]
+    graph = copy.deepcopy(module.graph)
+    for node in filter(_stays_in_place, graph.nodes):
+        node.replace_all_uses_with(node.args[0])
+        node.target, node.meta["val"] = _KEPT, None
     return fx.GraphModule(module, graph)
 
 
@@ -62,4 +62,5 @@ def _stays_in_place(node: fx.Node) -> bool:
     if node.target is not aten.addmm_.default or node.kwargs:
         return False
     values: list[Tensor] = [source.meta["val"] for source in node.all_input_nodes]
-    return all(size * value.itemsize % _ALIGNMENT == 0 for value in values for size in value.shape)
+    sizes = [(size, value.itemsize) for value in values for size in value.shape]
+    return all(isinstance(size, int) and size * itemsize % _ALIGNMENT == 0 for size, itemsize in sizes)

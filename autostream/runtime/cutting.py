@@ -99,8 +99,8 @@ def split_program(
 def _with_written(graph: fx.Graph, ops: Mapping[str, Op]) -> fx.Graph:
     """The same graph, in which parts agree on what a tensor is that one of them changes.
 
-    What a pointwise op, or a product, writes in place and returns is used instead of its result. An op that changes the
-    shape of a tensor, as ``t_`` does, is a view instead: another part, or the next call, would get it with that shape.
+    What an op of ATen's writes in place and returns is used instead of its result. An op that changes the shape of a
+    tensor, as ``t_`` does, is a view instead: another part, or the next call, would get the tensor with that shape.
 
     Raises:
         TraceError: there is no such view.
@@ -111,14 +111,9 @@ def _with_written(graph: fx.Graph, ops: Mapping[str, Op]) -> fx.Graph:
         argument = written_and_returned(node, target) if isinstance(target, OpOverload) and op else None
         if argument is not None and torch.Tag.inplace_view in target.tags:
             node.target = _as_view(target)
-        elif argument is not None and _is_in_place(target) and op and not op.crosses:
+        elif argument is not None and target.namespace == "aten" and op and not op.crosses:
             node.replace_all_uses_with(argument)
     return written
-
-
-def _is_in_place(target: OpOverload) -> bool:
-    """Whether an operator that returns what it writes is known to do nothing else; ``wait_tensor`` does, for one."""
-    return torch.Tag.pointwise in target.tags or target is torch.ops.aten.addmm_.default
 
 
 def _as_view(target: OpOverload) -> OpOverload:

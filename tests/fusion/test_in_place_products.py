@@ -86,3 +86,13 @@ def test_what_is_needed_as_it_was_is_copied_or_read_first() -> None:
 def test_other_graphs_stay(function: Callable[..., Any], size: int) -> None:
     module = make_fx(function)(*(torch.randn(size, size) for _ in range(2)))
     assert keep_in_place(module) is module
+
+
+def test_products_of_sizes_that_depend_on_data_stay() -> None:
+    def function(total: Tensor, x: Tensor) -> Tensor:
+        rows = x[x[:, 0] > 0]
+        return total.clone().addmm_(rows.t(), rows)
+
+    module = make_fx(function, tracing_mode="symbolic")(*(torch.randn(4, 4) for _ in range(2)))
+    assert module.graph.find_nodes(op="call_function", target=aten.addmm_.default)
+    assert keep_in_place(module) is module
