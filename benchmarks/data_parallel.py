@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 2 -m benchmarks.data_parallel --out benchmarks/results/latest
 
 `alone` is the step without collectives on one GPU, `any_memory` the step without a memory budget, and `all_reduce` are
-the sums of all its buckets, one after another with nothing beside them. What of these the step does not hide, its
-exposed share, is (autostream - alone) / all_reduce.
+the sums of all its buckets, one after another with nothing beside them. Sums are `exposed` while no other kernel runs:
+the share of the time of NCCL's kernels, in profiled replays, of the process where it is largest. What a step takes more
+than alone, (autostream - alone) / all_reduce, is `added`: sums that are hidden slow down what runs beside them.
 In a group of one, autostream / alone says what NCCL costs. All processes run each mode equally often, in interleaved
 rounds; a round takes as long as on the slowest of them.
 """
@@ -17,7 +18,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from statistics import median
@@ -31,6 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from autostream.errors import first_line
 from autostream.explaining import reports_of
 from autostream.frontend.data_parallel import buckets
+from autostream.runtime.measured_timeline import Kernel, profiled, replays
+from autostream.scheduling.communication import uncovered_us
 from benchmarks.harness.training import TrainingSubject, eager, scheduled
 from benchmarks.stamp import save, saving_parser, stamp
 from benchmarks.zoo import TRAINING, prepare_training
@@ -151,14 +154,36 @@ def row(name: str, modes: Sequence[str], device: torch.device, rounds: int) -> d
     dist.all_gather_object(of_all, times[1:])
     slowest = {mode: [max(each[mode] for each in turn) for turn in zip(*of_all, strict=True)] for mode in steps}
     us = {mode: round(median(values), 2) for mode, values in slowest.items()}
-    return {"workload": name, "batch": batch, "us": us, "schedules": schedules, "failed": failed}
+    dist.all_gather_object(of_all, {mode: exposed_share(_replays(steps[mode], device)) for mode in schedules})
+    shares = {mode: [each[mode] for each in of_all] for mode in schedules}
+    exposed = {mode: round(max(found), 3) for mode, found in shares.items() if None not in found}
+    return {"workload": name, "batch": batch, "us": us, "exposed": exposed, "schedules": schedules, "failed": failed}
 
 
-def exposed_share(us: Mapping[str, float]) -> float | None:
-    """The share of the sums that a step does not hide, by the times of its modes.
+def exposed_share(runs: Iterable[Sequence[Kernel]]) -> float | None:
+    """The share of the time of NCCL's kernels in which no other kernel runs; ``None`` without such kernels.
 
     Example:
-        >>> exposed_share({"alone": 900.0, "autostream": 910.0, "all_reduce": 100.0})
+        >>> product, updates = Kernel(("gemm",), 1, 0.0, 6.0), Kernel(("adamw",), 1, 9.0, 12.0)
+        >>> exposed_share([[product, Kernel(("ncclDevKernel_AllReduce",), 2, 3.0, 11.0), updates]])
+        0.375
+    """
+    communicating_us = exposed_us = 0.0
+    for run in runs:
+        sums, others = (
+            [(each.start_us, each.end_us) for each in run if str(each.key[0]).startswith("nccl") == kind]
+            for kind in (True, False)
+        )
+        communicating_us += uncovered_us(sums, [])
+        exposed_us += uncovered_us(sums, others)
+    return exposed_us / communicating_us if communicating_us else None
+
+
+def added_share(us: Mapping[str, float]) -> float | None:
+    """The share of the sums by which a step takes longer than without them, by the times of its modes.
+
+    Example:
+        >>> added_share({"alone": 900.0, "autostream": 910.0, "all_reduce": 100.0})
         0.1
     """
     if not us.keys() >= {"alone", "autostream", "all_reduce"}:
@@ -170,14 +195,16 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A line for each workload: µs by mode, and what follows."""
     lines = []
     for each in rows:
-        us, share = each["us"], exposed_share(each["us"])
+        us = each["us"]
         cells = [f"{us[mode]:,.0f}" if mode in us else "failed" if mode in each["failed"] else "" for mode in MODES]
         over = [f"{us[mode] / us['autostream']:.2f}×" if {mode, "autostream"} <= us.keys() else "" for mode in _OVER]
         costs = f"{us['autostream'] / us['alone'] - 1:+.1%}" if {"alone", "autostream"} <= us.keys() else ""
-        lines.append([each["workload"], each["batch"], *cells, *over, costs, "" if share is None else f"{share:.0%}"])
+        shares = (added_share(us), each.get("exposed", {}).get("autostream"))
+        told = ["" if share is None else f"{share:.0%}" for share in shares]
+        lines.append([each["workload"], each["batch"], *cells, *over, costs, *told])
     names = [mode.replace("_", " ") for mode in MODES]
     over = [f"over {mode.replace('_', ' ')}" for mode in _OVER]
-    headers = ["workload", "batch", *(f"{name}, µs" for name in names), *over, "over alone", "exposed"]
+    headers = ["workload", "batch", *(f"{name}, µs" for name in names), *over, "over alone", "added", "exposed"]
     aligned = ("left", *["right"] * (len(headers) - 1))
     return tabulate(lines, headers, tablefmt="github", colalign=aligned, disable_numparse=True)
 
@@ -203,6 +230,15 @@ def _us(step: Step, device: torch.device) -> float:
         step()
     _finish(device)
     return (time.perf_counter() - start) / runs * 1e6
+
+
+def _replays(step: Step, device: torch.device) -> Sequence[Sequence[Kernel]]:
+    """The kernels of replays of a step's CUDA graph."""
+    if device.type == "cpu":
+        return []
+    dist.barrier()
+    runs = replays(profiled(lambda: [step() for _ in range(RUNS[device.type])], str(device)))
+    return runs[1:]  # the first uploads the graph
 
 
 def _finish(device: torch.device) -> None:

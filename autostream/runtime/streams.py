@@ -26,9 +26,9 @@ import torch
 _POOL_SIZE = 32
 """``torch.cuda.Stream()`` returns 32 streams per device and priority in turn; the 33rd is the first one again."""
 
-_SIDES, _CAPTURES = -2, -3
-"""Priorities, chosen so that no other code gets these streams: the user's have priority 0, those of NCCL have -1.
-Captures have their own, because work that another thread launches on a capturing stream would be captured."""
+_SIDES, _CAPTURES = -1, -2
+"""Priorities. No other code gets the streams of captures, because work that another thread launches on a capturing
+stream would be captured: users' have priority 0 or -1, and NCCL's 0 or, with ``TORCH_NCCL_HIGH_PRIORITY=1``, -3."""
 
 _pools: dict[tuple[int, int], tuple[torch.cuda.Stream, ...]] = {}
 _pools_lock = threading.Lock()

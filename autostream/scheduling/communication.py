@@ -46,18 +46,31 @@ def exposed_us(timeline: Timeline, graph: OpGraph) -> float:
         >>> exposed_us(timeline, OpGraph(ops, (), {}, (), "cuda:0"))
         2.0
     """
-    exposed = covered_to = 0.0
-    computing = sorted((s.start_us, s.end_us) for s in timeline.slices if s.op not in graph.collectives)
-    communicating = sorted((s.start_us, s.end_us) for s in timeline.slices if s.op in graph.collectives)
-    for start, end in communicating:
+    computing, communicating = (
+        [(slice.start_us, slice.end_us) for slice in timeline.slices if (slice.op in graph.collectives) == kind]
+        for kind in (False, True)
+    )
+    return uncovered_us(communicating, computing)
+
+
+def uncovered_us(intervals: Iterable[tuple[float, float]], others: Iterable[tuple[float, float]]) -> float:
+    """How long any of some intervals lasts and none of some others, µs; each is a start and an end.
+
+    Example:
+        >>> uncovered_us([(1.0, 5.0), (2.0, 6.0)], [(0.0, 3.0), (4.0, 4.5)])
+        2.5
+    """
+    uncovered = covered_to = 0.0
+    others = sorted(others)
+    for start, end in sorted(intervals):
         at = max(start, covered_to)
-        for begin, over in computing:
+        for begin, over in others:
             if over > at and begin < end:
-                exposed += max(0.0, begin - at)
+                uncovered += max(0.0, begin - at)
                 at = over
-        exposed += max(0.0, end - at)
+        uncovered += max(0.0, end - at)
         covered_to = max(covered_to, end)
-    return exposed
+    return uncovered
 
 
 @dataclass(frozen=True, slots=True)

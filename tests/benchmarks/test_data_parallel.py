@@ -29,7 +29,7 @@ def measured(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(data_parallel.TRAINING, "small", SMALL)  # type: ignore[arg-type]
         row = data_parallel.row("small", ["autostream", "any_memory", "all_reduce"], torch.device("cpu"), rounds=1)
-    assert (row["workload"], row["failed"]) == ("small", {})
+    assert (row["workload"], row["failed"], row["exposed"]) == ("small", {}, {})  # only a GPU's kernels are profiled
     assert [*row["us"]] == ["autostream", "any_memory", "all_reduce"]
     assert row["us"]["autostream"] > 0.0
     assert [*row["schedules"]] == ["autostream", "any_memory"]
@@ -52,11 +52,11 @@ def test_a_command_starts_processes_and_saves_what_they_measure(tmp_path: Path) 
     assert (tmp_path / "data_parallel-1.md").read_text() == table([row]) + "\n"
 
 
-def test_ratios_and_the_exposed_share_follow_from_times() -> None:
+def test_ratios_and_shares_follow_from_times() -> None:
     us = {"alone": 1000.0, "autostream": 1010.0, "ddp": 2020.0, "all_reduce": 200.0}
-    row = {"workload": "net", "batch": 4, "us": us, "failed": {"ddp_compiled": "no compiler"}}
+    row = {"workload": "net", "batch": 4, "us": us, "exposed": {"autostream": 0.031}, "failed": {"ddp_compiled": "no"}}
     cells = [cell.strip() for cell in table([row]).splitlines()[2].strip("|").split("|")]
-    assert cells == ["net", "4", "1,000", "1,010", "", "2,020", "failed", "200", "2.00×", "", "+1.0%", "5%"]
+    assert cells == ["net", "4", "1,000", "1,010", "", "2,020", "failed", "200", "2.00×", "", "+1.0%", "5%", "3%"]
 
 
 def test_more_processes_than_gpus_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
