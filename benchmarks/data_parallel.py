@@ -118,11 +118,13 @@ def main(argv: list[str] | None = None) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=MINUTES))
-    result: dict[str, Any] = {"schema": 1, "stamp": stamp(), "world": dist.get_world_size(), "rows": []}
+    variables = {name: value for name, value in os.environ.items() if "NCCL_" in name}
+    result = {"schema": 1, "stamp": stamp(), "variables": variables, "world": dist.get_world_size()}
+    rows = result["rows"] = list[dict[str, Any]]()
     for name in options.workloads:
-        result["rows"].append(row(name, options.modes, device, options.rounds))
+        rows.append(row(name, options.modes, device, options.rounds))
         if dist.get_rank() == 0:  # after each, since a later one may be cut off
-            save(f"data_parallel-{result['world']}", result, table(result["rows"]), options.out)
+            save(f"data_parallel-{result['world']}", result, table(rows), options.out)
     dist.destroy_process_group()
     return 0
 

@@ -43,10 +43,14 @@ def test_two_processes_measure_together() -> None:
     assert outcomes({"measured": measured}, 2) == {"measured": ["", ""]}
 
 
-def test_a_command_starts_processes_and_saves_what_they_measure(tmp_path: Path) -> None:
+def test_a_command_starts_processes_and_saves_what_they_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "1")
     argv = ["--world", "1", "--device", "cpu", "--workloads", "train_mlp12", "--rounds", "1", "--out", str(tmp_path)]
     assert main([*argv, "--modes", "all_reduce"]) == 0
     result = json.loads((tmp_path / "data_parallel-1.json").read_text())
+    assert result["variables"]["TORCH_NCCL_HIGH_PRIORITY"] == "1"
     (row,) = result["rows"]
     assert (result["world"], row["workload"], row["failed"], [*row["us"]]) == (1, "train_mlp12", {}, ["all_reduce"])
     assert (tmp_path / "data_parallel-1.md").read_text() == table([row]) + "\n"
