@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=MINUTES))
-    variables = {name: value for name, value in os.environ.items() if "NCCL_" in name}
+    variables = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_NCCL_"))}
     result = {"schema": 1, "stamp": stamp(), "variables": variables, "world": dist.get_world_size()}
     rows = result["rows"] = list[dict[str, Any]]()
     for name in options.workloads:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -137,10 +137,11 @@ def assert_captured(step: TrainStep, kernels: str, graphs: int = 1) -> None:
 
 
 @pytest.fixture(autouse=True)
-def exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No TF32, so that fused kernels and eager ops compute about the same."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def exact() -> Iterator[None]:
+    """No TF32 in convolutions, so that fused kernels and eager ops compute about the same."""
+    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
 
 
 CASES: list[tuple[str, Callable[..., Optimizer], dict[str, Any]]] = [
