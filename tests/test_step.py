@@ -499,6 +499,34 @@ def test_what_python_reads_is_guarded() -> None:
     assert len(update.reports) == 4
 
 
+def test_an_integer_that_nothing_reads_needs_no_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the number of a batch; each value of one that is read has a graph."""
+
+    def made() -> Made:
+        model = layers(3, 1)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def update(x: Tensor, index: int, times: int) -> Tensor:
+            loss = times * model(x).square().mean()
+            loss.backward()
+            sgd.step()
+            sgd.zero_grad()
+            return loss.detach()
+
+        return update, [sgd], model
+
+    step = assert_steps_alike(made, STRICT, arguments=lambda at: (*batch(at), at, 2 + at // 6), steps=12)
+    assert len(step.reports) == 2
+    update, (sgd,), _ = made()
+    fast = autostream.step(optimizers=[sgd], **STRICT)(lambda x, index: update(x, index, 2))
+    for index in range(4):
+        fast(*batch(0), index)
+    monkeypatch.delattr("autostream.dispatch.step_graphs.call_of")  # of the slow path
+    fast(*batch(0), 5)
+    with pytest.raises(NameError):
+        fast(*batch(0), 5.0)
+
+
 def test_with_guards_of_inputs_only_arguments_and_rates_count() -> None:
     """What else the step's Python reads is taken to be as it was at the capture."""
     torch.manual_seed(0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from autostream.frontend.tree import Structure, without_integers
 
 Entry = TypeVar("Entry")
 
@@ -73,6 +75,13 @@ class Admission(Generic[Entry]):
             return "as many signatures as max_signatures allows are compiled"
         return ""
 
+    def alike(self, key: Hashable) -> list[tuple[Hashable, Entry]]:
+        """What was compiled for signatures that differ in integers alone: it may not read them.
+
+        A signature that is a tuple has the structure of the arguments first.
+        """
+        return [(other, entry) for other, entry in [*self.entries.items()] if _are_alike(key, other)]
+
     def add(self, key: Hashable, entry: Entry) -> None:
         """Add a compiled entry; evict the least recently used one if the cache is full and that one is idle."""
         if len(self.entries) >= self._most and (evicted := self._evictable()) is not None:
@@ -91,3 +100,8 @@ class Admission(Generic[Entry]):
     def _evictable(self) -> Hashable | None:
         oldest = next(iter(self.entries), None)
         return oldest if oldest is not None and self._calls - self._used[oldest] > COMPILATION_CALLS else None
+
+
+def _are_alike(key: Any, other: Any) -> bool:
+    known = all(isinstance(each[0], Structure) for each in (key, other))
+    return known and key[1:] == other[1:] and without_integers(key[0]) == without_integers(other[0])

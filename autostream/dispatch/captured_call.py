@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -19,7 +18,7 @@ from autostream.dispatch.results import structure_of_result
 from autostream.frontend.capture import Capture, Input
 from autostream.frontend.guards import GUARDS_SKIP_WEIGHTS
 from autostream.frontend.inputs import aliases_of
-from autostream.frontend.tree import Structure, flatten, objects_in, same
+from autostream.frontend.tree import TENSOR, Structure, flatten, merged, objects_in, same
 from autostream.ir import Decision
 from autostream.reporting.report import Report
 from autostream.runtime.layouts import SameMetadata
@@ -59,8 +58,8 @@ class CapturedCall:
         self.captured, self.label = replace(captured, tensors=()), label
         self.guards = captured.guards
         self._run, self._ready, self._halves = run, signature, halves
-        self._objects: tuple[weakref.ref[Any], ...] = ()
-        """Those among the arguments of the latest call on the slow path that are neither containers nor constants."""
+        self._call = TENSOR
+        """The structure of the arguments of calls on the slow path. Integers that differ there are read by no guard."""
         run = _checking_weights(captured, run) if GUARDS_SKIP_WEIGHTS else run
         self._restored = captured.restored(_marking_kept(captured.kept, run) if captured.kept else run)
 
@@ -141,9 +140,12 @@ class CapturedCall:
             tensors, call = flatten((args, kwargs), same)
         except Exception:  # there are objects without weak references
             return None
-        former, self._objects = self._objects, objects_in(call)
-        if len(former) != len(self._objects) or not all(map(is_, former, self._objects)):
+        former, self._call = self._call, call
+        objects, now = objects_in(former), objects_in(call)
+        if len(objects) != len(now) or not all(map(is_, objects, now)):
             return None  # other objects, such as batches, may come in each call
+        if guarded:
+            self._call = call = merged(former, call)
         values = captured.graph_inputs(model, args, kwargs)
         signature = compiled.signature(values)
         self._ready = signature or self._ready  # the one before may have been dropped

@@ -363,11 +363,10 @@ class Dispatcher(OptimizedCallable):
         The same key, if there is no such call. Calls that are split at graph breaks have guards of Dynamo's own, which
         would compile another graph for each integer that they do read.
         """
-        entries = self._admission.entries
-        if key not in entries:
-            for other, known in [*entries.items()]:
+        if key not in self._admission.entries:
+            for other, known in self._admission.alike(key):
                 captured = (entry for entry in known if isinstance(entry, CapturedCall))
-                if _are_alike(key, other) and any(entry.guards(self.model, args, kwargs) for entry in captured):
+                if any(entry.guards(self.model, args, kwargs) for entry in captured):
                     return other
         return key
 
@@ -502,19 +501,6 @@ class Dispatcher(OptimizedCallable):
     def name(self) -> str:
         """The model's, for reports and logs."""
         return name_of(self.model)
-
-
-def _are_alike(key: Any, other: Any) -> bool:
-    """Whether two keys differ in integers alone."""
-    known = all(isinstance(each[0], Structure) for each in (key, other))
-    return known and key[1:] == other[1:] and _without_integers(key[0]) == _without_integers(other[0])
-
-
-def _without_integers(structure: Structure) -> Structure:
-    if structure.kind is int:
-        return Structure(int)
-    children = structure.children
-    return structure._replace(children=None if children is None else tuple(map(_without_integers, children)))
 
 
 def _chosen(report: Report) -> tuple[int, ...]:

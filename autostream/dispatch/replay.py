@@ -35,10 +35,13 @@ class LikeCalls:
     Args:
         call: the structure of ``(args, kwargs)``.
         tensors: the tensors in them.
+
+    Attributes:
+        call: as given.
     """
 
     def __init__(self, call: Structure, tensors: Sequence[Tensor]) -> None:
-        self._call = call
+        self.call = call
         args, kwargs = call.children or ()
         self._flat = all(child is TENSOR for child in args.children or ()) and not kwargs.children
         self._alike = metadata_check(tensors)
@@ -49,7 +52,7 @@ class LikeCalls:
         if self._flat:
             tensors: Sequence[Tensor] | None = None if kwargs else args
         else:
-            tensors = tensors_like(self._call, (args, kwargs))
+            tensors = tensors_like(self.call, (args, kwargs))
         alike = tensors is not None and self._alike(tensors) and torch.is_grad_enabled() is self._recorded
         return tensors if alike else None
 

@@ -108,6 +108,7 @@ class StepGraphs:
             return self.refused(call)
         self._replays = [replay for replay in self._replays if replay.key.groups == call.key.groups]
         self.step.body.parameters = call.parameters
+        call = self._known(call)
         entry, inputs = self._entry(call) or self._new_entry(call)
         if isinstance(entry, Refusal):
             return self.refused(entry)
@@ -182,6 +183,15 @@ class StepGraphs:
                 return entry, inputs
         return None
 
+    def _known(self, call: Call) -> Call:
+        """The call with the key of a captured one that differs in integers alone, whose guards hold: it reads none."""
+        if call.key not in self._admission.entries:
+            for key, entries in self._admission.alike(call.key):
+                captured = (entry for entry in entries if isinstance(entry, CapturedStep))
+                if any(entry.inputs(call) is not None for entry in captured):
+                    return replace(call, key=cast(Key, key))
+        return call
+
     def _new_entry(self, call: Call) -> tuple[CapturedStep | Refusal, Sequence[Tensor]]:
         with self._lock, preparing:
             if known := self._entry(call):  # another thread has compiled it
@@ -246,11 +256,12 @@ class StepGraphs:
         return compared(eager, lambda: entry.run(call, inputs), call.tensors, call.args, call.kwargs)
 
     def _add_replay(self, entry: CapturedStep, call: Call, inputs: Sequence[Tensor]) -> None:
+        former = next((each for each in self._replays if each.entry is entry), None)
         try:
-            replay = StepReplay(self.step, entry, call, inputs, self.options)
+            replay = StepReplay(self.step, entry, call, inputs, self.options, former)
         except NoSchedule:
             return
-        self._replays = [replay, *(each for each in self._replays if each.entry is not entry)][:_MOST_REPLAYS]
+        self._replays = [replay, *(each for each in self._replays if each is not former)][:_MOST_REPLAYS]
 
 
 class _EagerStep(nn.Module):

@@ -26,7 +26,7 @@ from autostream.frontend.eager_only import unusual_call
 from autostream.frontend.optimizers import obstacle
 from autostream.frontend.parameters import have_hooks, leave_no_gradients
 from autostream.frontend.settings import watch_unguarded
-from autostream.frontend.tree import TENSOR, Structure, unflatten
+from autostream.frontend.tree import TENSOR, Structure, flatten, merged, unflatten
 from autostream.options import Options
 from autostream.runtime.layouts import Layouts
 from autostream.runtime.partial_call import PartialCall
@@ -43,6 +43,8 @@ class StepReplay(LikeCalls):
         call: an earlier call that it has run.
         inputs: of the captured graph in that call.
         options: say which guards to check.
+        former: the replay of a call before that, which the same entry has run. Integers in which the two differ are
+            read by no guard.
 
     Attributes:
         entry: the compiled step.
@@ -53,15 +55,23 @@ class StepReplay(LikeCalls):
     """
 
     def __init__(
-        self, step: WrittenStep, entry: CapturedStep, call: Call, inputs: Sequence[Tensor], options: Options
+        self,
+        step: WrittenStep,
+        entry: CapturedStep,
+        call: Call,
+        inputs: Sequence[Tensor],
+        options: Options,
+        former: LikeCalls | None = None,
     ) -> None:
-        super().__init__(call.key.structure, call.tensors)
+        _, structure = flatten((call.args, call.kwargs))
+        checks_all = options.guards == "dynamo"
+        super().__init__(merged(former.call, structure) if former and checks_all else structure, call.tensors)
         scheduled, arguments = entry.scheduled, entry.traced.arguments(inputs, call.updates)
         place = scheduled.reading(arguments)
         if scheduled.detached or (scheduled.captured is not None and place is None):
             raise NoSchedule("it is not known what a replay would read")
         self.entry, self.key, self._body, self._steps = entry, call.key, step.body, 0
-        self._guards, self._checks_inputs_only = entry.captured.guards, options.guards == "inputs"
+        self._guards, self._checks_all = entry.captured.guards, checks_all
         at_call = {id(tensor): at for at, tensor in enumerate(call.tensors)}
         given = {id(t) for t, item in zip(inputs, entry.captured.inputs, strict=True) if item.is_argument}
         if not given <= at_call.keys():
@@ -101,7 +111,7 @@ class StepReplay(LikeCalls):
             and not any(map(_REQUIRES_GRADIENTS, tensors))
             and not unusual_call()
             and all(hyperparameters.same() for hyperparameters, _ in self._hyperparameters)
-            and (self._checks_inputs_only or self._is_unchanged(args, kwargs))
+            and (not self._checks_all or self._is_unchanged(args, kwargs))
         )
         return tensors if as_it_was else None
 

@@ -37,7 +37,8 @@ class Structure(NamedTuple):
 
     Attributes:
         kind: the container's type, the constant's type, or ``Tensor``.
-        context: what else is needed to rebuild the value: keys, field names, or the constant (floats by their bits).
+        context: what else is needed to rebuild the value: keys, field names, or the constant (floats by their bits);
+            ``None`` stands for any integer.
         children: the structures of its items; ``None`` for constants and tensors.
     """
 
@@ -127,7 +128,7 @@ def _gather(structure: Structure, value: Any, tensors: list[Tensor]) -> bool:
     if type(value) is not kind:
         return False
     if children is None:
-        return value is context or bool(exact(value) == context)
+        return value is context or (kind is int and context is None) or bool(exact(value) == context)
     if kind is dict:
         if not _has_keys(value, context):
             return False
@@ -135,6 +136,35 @@ def _gather(structure: Structure, value: Any, tensors: list[Tensor]) -> bool:
     elif not (kind in (tuple, list) and len(value) == len(children)):
         return False
     return all(map(_gather, children, value, repeat(tensors)))
+
+
+def without_integers(structure: Structure) -> Structure:
+    """The structure with any integers."""
+    if structure.kind is int:
+        return Structure(int)
+    children = structure.children
+    return structure._replace(children=None if children is None else tuple(map(without_integers, children)))
+
+
+def merged(one: Structure, other: Structure) -> Structure:
+    """The structure of values of either structure, with any integer where these differ in integers alone.
+
+    Where they differ in more, it is the other one.
+
+    Example:
+        >>> (_, first), (_, second) = flatten((1, 2)), flatten((1, 3))
+        >>> [tensors_like(merged(first, second), value) is not None for value in ((1, 4), (5, 2), (1, 4.0))]
+        [True, False, False]
+    """
+    return _merged(one, other) if without_integers(one) == without_integers(other) else other
+
+
+def _merged(one: Structure, other: Structure) -> Structure:
+    if one == other:
+        return one
+    if other.children is None:
+        return Structure(int)
+    return other._replace(children=tuple(map(_merged, one.children or (), other.children)))
 
 
 def objects_in(structure: Structure) -> tuple[weakref.ref[Any], ...]:

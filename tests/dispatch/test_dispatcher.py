@@ -138,6 +138,41 @@ def test_an_integer_that_no_code_reads_is_no_part_of_a_signature() -> None:
 
 
 @torch.no_grad()
+def test_calls_that_differ_in_an_integer_that_no_code_reads_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not those with another integer or a number of another type, which is guarded or not known to be unread."""
+
+    def model(x: Tensor, index: int, sizes: dict[str, int]) -> Tensor:
+        return x * sizes["times"]
+
+    dispatch = autostream.optimize(model, policy="sequential")
+    for index in range(2):
+        same(dispatch(t(2), index, {"times": 2}), t(2) * 2)
+    with monkeypatch.context() as patch:
+        patch.delattr("autostream.dispatch.dispatcher.Dispatcher._dispatch")
+        same(dispatch(t(2), 7, {"times": 2}), t(2) * 2)
+        with pytest.raises(AttributeError):
+            dispatch(t(2), 7, {"times": 3})
+        with pytest.raises(AttributeError):
+            dispatch(t(2), True, {"times": 2})
+    same(dispatch(t(2), 8, {"times": 3}), t(2) * 3)
+    same(dispatch(t(2), 9, {"times": 2}), t(2) * 2)
+
+
+@torch.no_grad()
+def test_an_integer_that_a_model_keeps_is_that_of_the_call() -> None:
+    model = Model(keeping, index=-1)
+    dispatch = dispatcher(model)
+    for index in (0, 1, 2, 1, 0, 2, 3):
+        dispatch(t(2), index)
+        assert model.index == index
+
+
+def keeping(s: Model, x: Tensor, index: int) -> Tensor:
+    s.index = index
+    return x + 1
+
+
+@torch.no_grad()
 def test_an_integer_that_a_split_call_reads_does_not_compile_without_end() -> None:
     def model(x: Tensor, times: int) -> Tensor:
         y = x + 1
