@@ -291,8 +291,9 @@ class TrainStep:
         self, model: nn.Module, optimizer: Optimizer, loss_fn: Callable[..., Any], options: StepOptions
     ) -> None:
         self._parts = model, optimizer, loss_fn, options
-        tensors = dict.fromkeys([*model.parameters(), *model.buffers(), *parameters_of(optimizer)])
-        parallel = _beginning_alike(options.data_parallel, [*tensors])
+        modules = [module for module in (model, options.average) if module is not None]
+        state = chain.from_iterable((*module.parameters(), *module.buffers()) for module in modules)
+        parallel = _beginning_alike(options.data_parallel, [*dict.fromkeys([*state, *parameters_of(optimizer)])])
         self._step = step = Step(Loss(loss_fn, model), optimizer, options, parallel)
         self.input_buffers, self.disabled = BufferTable(), disabled()
         reason = obstacle(optimizer)

@@ -23,7 +23,7 @@ from autostream.dispatch.admission import Admission
 from autostream.dispatch.optimized_callable import SharingCallable
 from autostream.dispatch.paranoid import compared
 from autostream.dispatch.scheduled_program import Label, ModelContext, NoSchedule, ScheduledProgram
-from autostream.errors import OptionError, TraceError, first_line
+from autostream.errors import GroupError, OptionError, TraceError, first_line
 from autostream.frontend.aten import GraphInput, program_of
 from autostream.frontend.eager_only import unusual_memory
 from autostream.frontend.inputs import aliases_of, described
@@ -209,7 +209,7 @@ class CompiledGraph(SharingCallable):
                 module, returned = _of_tensors(self._module, values)
                 program, constants = program_of(module, inputs)
             return CompiledSignature(program, inputs, constants, returned, label, self._context, stopwatch, values)
-        except OptionError:
+        except (GroupError, OptionError):
             raise
         except Exception as error:
             if self._context.options.strict:

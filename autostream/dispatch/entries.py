@@ -25,7 +25,7 @@ from autostream.dispatch.eager_call import EagerCall
 from autostream.dispatch.requirements import check_requirements
 from autostream.dispatch.scheduled_program import ModelContext
 from autostream.dispatch.split_call import SplitCall
-from autostream.errors import FastPathError, OptionError, TargetError, TraceError, first_line
+from autostream.errors import FastPathError, GroupError, OptionError, TargetError, TraceError, first_line
 from autostream.frontend.aten import drop_weak_references, mode_of
 from autostream.frontend.autograd import differentiable
 from autostream.frontend.capture import capture
@@ -59,6 +59,7 @@ def new_entry(
         known: compiled graphs of the model. The same graph under other guards, such as those of inference mode, is one.
 
     Raises:
+        GroupError: the processes of a group would not launch the same collectives.
         OptionError: the options require what these tensors do not allow.
         TargetError: the model cannot be called so.
         TraceError: with ``strict=True``, the model cannot be captured.
@@ -134,7 +135,7 @@ def model_instead(
 
 
 def _refused(model: nn.Module, context: ModelContext, label: str, error: Exception) -> EagerCall:
-    if context.options.strict or isinstance(error, OptionError | TargetError):
+    if context.options.strict or isinstance(error, OptionError | TargetError | GroupError):
         raise error
     reason = str(error) if isinstance(error, TraceError) else f"it cannot be scheduled: {first_line(error)}"
     return EagerCall(label, reason, warning=f"{name_of(model)} runs plainly: {reason}")

@@ -275,8 +275,8 @@ class _Interpreter(fx.Interpreter):
 
     def _averaged(self, averaging: _Averaging, node: fx.Node, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """The gradients of a backward, with averages for those of the optimizers' parameters."""
-        places = averaging.places(node)
-        parameters = [self.env[node.args[1][at]] for at in places]  # type: ignore[index]
+        places, sources = averaging.places(node), _inputs_of(node)
+        parameters = [self.env[sources[at]] for at in places]
         if any(gradients[at].requires_grad for at in places):
             raise TraceError("data_parallel averages no gradients that are differentiated again: no create_graph=True")
         with torch.no_grad():
@@ -292,7 +292,8 @@ class _Interpreter(fx.Interpreter):
         if target is SCALER or target is SCALER.default:
             return self.scalers(*args)
         if target is torch.autograd.grad:
-            for output in args[0] if isinstance(args[0], Sequence) else args[:1]:
+            outputs = args[0] if args else kwargs["outputs"]
+            for output in outputs if isinstance(outputs, Sequence) else [outputs]:
                 _keep_lines(output)
         if target is not torch.ops.higher_order.tag_activation_checkpoint:
             return super().call_function(target, args, kwargs)
@@ -362,10 +363,16 @@ class _Averaging:
 
         ``torch.autograd.grad`` of a user has none: as in an eager step, only those are averaged that go to ``.grad``.
         """
-        sources: Any = node.args[1]
+        sources = _inputs_of(node)
         taken = {user.args[1] for user in node.users if _is_gradient(user) and any(map(_takes_gradient, user.users))}
         places = [at for at, source in enumerate(sources) if at in taken and source in self._order]
         return sorted(places, key=lambda at: self._order[sources[at]])
+
+
+def _inputs_of(node: fx.Node) -> Sequence[Any]:
+    """What a call of ``torch.autograd.grad`` differentiates by."""
+    inputs: Any = node.args[1] if len(node.args) > 1 else node.kwargs["inputs"]
+    return inputs if isinstance(inputs, Sequence) else [inputs]
 
 
 def _is_gradient(node: fx.Node) -> bool:

@@ -165,15 +165,17 @@ def check_all_there(groups: Iterable[str], error: BaseException) -> None:
     """
     if isinstance(error, GroupError):  # it says so, or something else
         return
+    # Gloo closes the connection to a process for which it has waited too long, too.
+    what = "has ended" if "timed out" not in str(error).lower() else "has ended, or was late beyond the group's timeout"
     for group in groups:
         if gone := gone_from(group):
-            raise GroupError(_first_account(group, gone)) from error
+            raise GroupError(_first_account(group, gone, what)) from error
 
 
-def _first_account(group: str, gone: Sequence[int]) -> str:
+def _first_account(group: str, gone: Sequence[int], what: str) -> str:
     """Which processes have ended, as the first has found that found one."""
     who = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {', '.join(map(str, gone[:-1]))} and {gone[-1]}"
-    account = f"{who} of process group {group!r} has ended: look for an error there, or for fewer steps; {_OVER}"
+    account = f"{who} of process group {group!r} {what}: look for an error there, or for fewer steps; {_OVER}"
     known = group_named(group)
     with suppress(Exception):  # the store may have gone, too
         store = known.get_group_store()

@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -387,6 +389,62 @@ def other_collectives_are_refused(rank: int, processes: int, group: dist.Process
         autostream.train_step(model, sgd, nn.MSELoss(), data_parallel=group)
 
 
+def optimized_calls_with_other_collectives_are_refused(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Not run as they are, which would add up the wrong tensors."""
+
+    def model(x: Tensor) -> Tensor:
+        for _ in range(1 + rank):
+            x = functional.all_reduce(x, "sum", group)
+        return x + 1
+
+    optimized = autostream.optimize(model, **STREAMED)
+    for count in range(2):
+        with pytest.raises(GroupError, match="number 2 is nothing on rank 0 and all_reduce"):
+            optimized(torch.full((2,), float(count)))
+
+
+def averages_begin_alike(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """The average of weights that are others in each process is that of the first process's weights in all."""
+    model = net(rank)
+    average, expected = copy.deepcopy(model), net(0)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = autostream.train_step(model, sgd, nn.MSELoss(), data_parallel=group, average=average, decay=0.5, **STREAMED)
+    for x, y in batches(rank, 3):
+        step(x, y)
+        for one, another in zip(expected.parameters(), model.parameters(), strict=True):
+            one.data.lerp_(another.detach(), 0.5)
+        assert_alike(average, expected)
+
+
+def penalties_of_gradients_are_in_the_graph(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """What ``autograd.grad`` returns is not averaged; it may be asked for by one tensor, or by name."""
+
+    def written(model: nn.Module, sgd: torch.optim.Optimizer, named: bool) -> Callable[[Tensor], Tensor]:
+        def update(x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_(True)
+            score = model(x).tanh().sum()
+            how: Any = {"outputs": score, "inputs": x} if named else {}
+            (slope,) = torch.autograd.grad(*(() if named else (score, x)), **how, create_graph=True)
+            (score + slope.square().mean()).backward()
+            sgd.step()
+            sgd.zero_grad()
+            return slope.detach()
+
+        return update
+
+    for named in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1).double()
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        sgds = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, ddp)]
+        eager = written(ddp, sgds[1], named)
+        step = autostream.step(optimizers=[sgds[0]], data_parallel=group, **STREAMED)(written(model, sgds[0], named))
+        for x, _ in batches(rank, 3):
+            torch.testing.assert_close(step(x[:, 0, 0]), eager(x[:, 0, 0]), rtol=1e-12, atol=1e-12)
+            assert_alike(model, ddp)
+        assert_in_graphs(step, collectives=1)
+
+
 def other_gradients_are_refused_in_eager_steps(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """The second process does not use a layer, or uses another one of the same shape, or has a backward more.
 
@@ -457,6 +515,19 @@ def another_process_is_not_there(rank: int, processes: int, group: dist.ProcessG
             patch.setattr(agreement, "LIMIT_S", 1.0)
             with pytest.raises(GroupError, match=r"rank 1 of .* within 1 s.* compiled for 2x4:.*, after 3x4:.* same"):
                 step(x[:2], y[:2])
+
+
+def a_process_is_late(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """The second process has not come to a step in the time that the group allows, and has not ended."""
+    hasty = dist.new_group(timeout=timedelta(seconds=2))
+    step, x, y = linear_step(hasty)
+    for _ in range(2):
+        step(x, y)
+    of_all(group, None)
+    if rank == 0:
+        with pytest.raises(GroupError, match=r"^rank 1 of process group .* has ended, or was late beyond"):
+            step(x, y)
+    of_all(group, None)
 
 
 def subgroups_as_ddp(rank: int, processes: int, group: dist.ProcessGroup) -> None:
@@ -884,6 +955,10 @@ IN_TWO: dict[str, Scenario] = {
         what_data_parallel_does_not_take,
         gradients_that_no_backward_computed,
         other_collectives_are_refused,
+        optimized_calls_with_other_collectives_are_refused,
+        averages_begin_alike,
+        penalties_of_gradients_are_in_the_graph,
+        a_process_is_late,
         other_gradients_are_refused_in_eager_steps,
         a_step_that_one_process_cannot_capture_is_refused,
         another_process_is_not_there,
