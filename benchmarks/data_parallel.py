@@ -119,7 +119,9 @@ def main(argv: list[str] | None = None) -> int:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=MINUTES))
     variables = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_NCCL_"))}
-    result = {"schema": 1, "stamp": stamp(), "variables": variables, "world": dist.get_world_size()}
+    result: dict[str, Any] = {"schema": 1, "stamp": stamp(), "variables": variables, "world": dist.get_world_size()}
+    if device.type == "cuda":
+        result["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     rows = result["rows"] = list[dict[str, Any]]()
     for name in options.workloads:
         rows.append(row(name, options.modes, device, options.rounds))
