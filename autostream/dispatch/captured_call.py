@@ -144,9 +144,9 @@ class CapturedCall:
         objects, now = objects_in(former), objects_in(call)
         if len(objects) != len(now) or not all(map(is_, objects, now)):
             return None  # other objects, such as batches, may come in each call
-        if guarded:
-            self._call = call = merged(former, call)
         values = captured.graph_inputs(model, args, kwargs)
+        if guarded and all(isinstance(value, Tensor) for value in values):  # no integer goes into the graph
+            self._call = call = merged(former, call)
         signature = compiled.signature(values)
         self._ready = signature or self._ready  # the one before may have been dropped
         scheduled = None if signature is None else signature.scheduled
