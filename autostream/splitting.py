@@ -94,7 +94,7 @@ def split(
         device: of each stage: ``"h200"`` or another GPU that need not be here, ``"cpu"``, or a measured profile; by
             default, that of the model.
         interconnect: ``"nvlink"`` for devices of one machine (PCIe, where they have no NVLink), or ``"infiniband"``.
-        microbatches: of a step; by default four for each stage.
+        microbatches: of a step; by default four for each stage. With fewer than stages, times are those of GPipe.
         costs: ``"roofline"`` estimates the time of each op from its size and runs nothing; ``"measured"`` times each
             on the model's device, then forward and backward of the model as one stage, to which they are scaled.
 
@@ -250,7 +250,8 @@ def split_chain(chain: Chain, stages: int, microbatches: int, link: Interconnect
             raise OptionError(f"{name}={value!r} is not allowed: use a whole number from {least}")
     limit_bytes = chain.profile.memory_bytes or inf
     cut = partition(chain.segments, stages, microbatches, link.transfer_us, limit_bytes)
-    run = _run("1F1B", one_forward_one_backward(stages, microbatches), cut, link)
+    schedule = "1F1B" if stages <= microbatches else "GPipe"
+    run = _run(schedule, _orders(schedule, stages, microbatches), cut, link)
     return Split(
         model=chain.model,
         device=chain.profile.name,
@@ -261,6 +262,7 @@ def split_chain(chain: Chain, stages: int, microbatches: int, link: Interconnect
         step_us=run.step_us,
         memory_bytes=run.memory_bytes,
         outputs_bytes=run.outputs_bytes,
+        schedule=schedule,
     )
 
 

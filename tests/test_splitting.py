@@ -106,6 +106,15 @@ def test_a_split_prints_its_stages() -> None:
     assert outputs.startswith("Of the last stage's memory, 852.0 kB are the outputs of all microbatches, and a copy: ")
 
 
+def test_fewer_microbatches_than_stages_are_those_of_gpipe() -> None:
+    """PyTorch's 1F1B refuses them."""
+    found = autostream.split(layers(4), [torch.ones(64, 256)], 4, device="h200", microbatches=3)
+    assert found.schedule == "GPipe"
+    assert "A step by GPipe takes " in str(found)
+    first, *_ = found.stages
+    assert found.memory_bytes[0] == first.memory_bytes(3, 3)  # the activations of all three
+
+
 def test_costs_may_be_measured() -> None:
     x = torch.rand(64, 256)
     found = autostream.split(layers(4), [x], 2, costs="measured")

@@ -120,7 +120,7 @@ def stages_table(split: Pipeline) -> Table:
 
 def stages_notes(split: Pipeline) -> list[str]:
     """What a table of stages does not say."""
-    about = f"A step by 1F1B takes {us(split.step_us)}. Times and bytes in are of one microbatch."
+    about = f"A step by {split.schedule} takes {us(split.step_us)}. Times and bytes in are of one microbatch."
     copies = f"Several stages have a copy of {few(split.shared)}: add up its gradients yourself."
     returned = sum(split.outputs_bytes)
     outputs = (

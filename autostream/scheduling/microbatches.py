@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
-from autostream.errors import ScheduleError
+from autostream.errors import OptionError, ScheduleError
 from autostream.ir import Slice, Timeline
 from autostream.scheduling.partition import Stage
 
@@ -61,12 +61,13 @@ class Pipeline:
         stages: with their times, bytes and memory.
         submodules: those that lie in each stage with all their ops, outermost first.
         shared: weights that several stages read. Each has a copy, and nothing adds up their gradients.
-        step_us: predicted time of a step by 1F1B: forward and backward of all microbatches, µs.
-        memory_bytes: what the device of each stage holds at most, by 1F1B: weights, gradients, two states of an
-            optimizer for each weight, buffers for what it receives of each microbatch, the activations of the
-            microbatches in flight, and the model's outputs, which PyTorch keeps for all microbatches of a step and then
-            joins. The loss is not included.
+        step_us: predicted time of a step: forward and backward of all microbatches, µs.
+        memory_bytes: what the device of each stage holds at most: weights, gradients, two states of an optimizer for
+            each weight, buffers for what it receives of each microbatch, the activations of the microbatches in flight,
+            and the model's outputs, which PyTorch keeps for all microbatches of a step and then joins. The loss is not
+            included.
         outputs_bytes: how much less that is with ``schedule.step(return_outputs=False)``.
+        schedule: of this time and memory: 1F1B, or GPipe for fewer microbatches than 1F1B takes.
     """
 
     model: str
@@ -78,6 +79,7 @@ class Pipeline:
     step_us: float
     memory_bytes: tuple[int, ...]
     outputs_bytes: tuple[int, ...] = ()
+    schedule: str = "1F1B"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +153,20 @@ def gpipe(stages: int, microbatches: int) -> Orders:
 def one_forward_one_backward(stages: int, microbatches: int) -> Orders:
     """As many forwards as there are stages from here, then backwards and forwards by turns.
 
+    Raises:
+        OptionError: there are fewer microbatches than stages, which PyTorch refuses.
+
     Example:
         >>> " ".join(f"{kind}{microbatch}" for _, kind, microbatch in one_forward_one_backward(2, 3)[0])
         'F0 F1 B0 F2 B1 B2'
     """
+    if microbatches < stages:
+        raise OptionError(
+            f"microbatches={microbatches} is not allowed: 1F1B takes at least one for each stage; use {stages} or more"
+        )
     orders = []
     for at in range(stages):
-        ahead = min(stages - at, microbatches)
+        ahead = stages - at
         order = [Action(at, "F", m) for m in range(ahead)]
         for m in range(microbatches):
             order.append(Action(at, "B", m))

@@ -143,7 +143,8 @@ def partition(
     Args:
         segments: in the order in which they run.
         stages: how many stages.
-        microbatches: of a step; stage ``k`` holds the activations of ``stages - k`` of them at most, as in 1F1B.
+        microbatches: of a step; stage ``k`` holds the activations of ``stages - k`` of them at most, as in 1F1B, or of
+            all, as in GPipe, if they are fewer than the stages.
         transfer_us: how long so many bytes take from one device to the next, µs.
         limit_bytes: the memory of a device, which the model's outputs need not be in.
 
@@ -166,7 +167,7 @@ def partition(
 
     def slowest_us(at: int, first: int, end: int) -> float:
         stage = runs[first][end - first - 1]
-        if stage.memory_bytes(min(microbatches, stages - at), microbatches) > limit_bytes:
+        if stage.memory_bytes(stages - at if stages <= microbatches else microbatches, microbatches) > limit_bytes:
             return inf
         return max(stage.forward_us + stage.backward_us, 2 * transfer_us(stage.crossing_bytes) if first else 0.0)
 

@@ -74,6 +74,15 @@ def test_too_many_stages_for_two_on_each_device_leave_the_others(
     assert "1F1B, 32 microbatches: a character is" in text
 
 
+def test_no_schedule_is_offered_that_pytorch_refuses(capsys: pytest.CaptureFixture[str], tower: str) -> None:
+    assert cli.main(["schedule", tower, "--stages", "4", "--microbatches", "3", "--device", "h200"]) == 0
+    text = capsys.readouterr().out
+    said = "microbatches=3 is not allowed: 1F1B takes at least one for each stage; use 4 or more"
+    assert f"refused  1F1B: {said}" in text
+    assert "GPipe, 3 microbatches: a character is" in text
+    assert "1F1B, 3 microbatches: a character is" not in text.replace("Interleaved1F1B", "")
+
+
 def test_what_cannot_be_planned_is_said(capsys: pytest.CaptureFixture[str], tower: str) -> None:
     """Wrong values are those of ``autostream.split`` (tests/test_splitting.py)."""
     said = error_of(capsys, "schedule", tower, "--device", "h200", "--microbatches", "8")
