@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from autostream.ir import Slice
 from autostream.reporting.tables import Table, count, few, pairs, size, us
-from autostream.scheduling.microbatches import Comparison, Pipeline, Run, action_of
+from autostream.scheduling.microbatches import Comparison, Pipeline, Run, action_of, best_of
 
 _WIDTH = 100
 """Characters of a step in a drawing."""
@@ -42,14 +42,14 @@ def summary(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def runs_tables(comparison: Comparison) -> tuple[Table, Table]:
-    """The schedules of the microbatches that were asked for, and the fastest schedule of each number of them."""
+    """The schedules of the microbatches that were asked for, and the best schedule of each number of them."""
     numbers = sorted({run.microbatches for run in comparison.runs})
     runs = [[run for run in comparison.runs if run.microbatches == number and not run.refusal] for number in numbers]
     return (
         _runs_table("Schedules", [run for run in comparison.asked() if not run.refusal]),
         _runs_table(
             "Microbatches, of as many rows together",
-            [min(each, key=lambda run: run.step_us) for each in runs if each],
+            [best_of(each) for each in runs if each],
         ),
     )
 

@@ -89,14 +89,15 @@ def test_devices_that_wait_for_each_other_are_an_error() -> None:
         simulated(orders, stages(1.0, 1.0), [0.0, 0.0])
 
 
-def test_of_runs_that_differ_by_rounding_the_best_takes_the_least_memory() -> None:
+def test_of_runs_that_differ_by_less_than_estimates_are_exact_the_best_takes_the_least_memory() -> None:
     pipeline = Pipeline("net", "GPU", 4, (), (), (), 0.0, ())
 
     def best(*runs: Run) -> str:
         return Comparison(pipeline, "nvlink", 1, runs).best.schedule
 
     gpipe_run, other = Run("GPipe", 4, step_us=128094.41102635526, memory_bytes=(43, 20)), Run("1F1B", 4)
-    for step_us in (128094.41102635529, 128094.41102635520):
+    for step_us in (128094.41102635529, 128094.41102635520, 129000.0):
         assert best(gpipe_run, replace(other, step_us=step_us, memory_bytes=(19, 20))) == "1F1B"
-    assert best(gpipe_run, replace(other, step_us=129000.0, memory_bytes=(19, 20))) == "GPipe"
+        assert best(gpipe_run, replace(other, step_us=step_us, memory_bytes=(19, 43))) == "1F1B"  # on all devices
+    assert best(gpipe_run, replace(other, step_us=129500.0, memory_bytes=(19, 20))) == "GPipe"
     assert best(replace(gpipe_run, refusal="too large"), replace(other, step_us=9e9, memory_bytes=(19, 20))) == "1F1B"
