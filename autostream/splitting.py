@@ -246,7 +246,7 @@ def _stage_of(model: nn.Module, args: Sequence[object]) -> nn.Module:
 def split_chain(chain: Chain, stages: int, microbatches: int, link: Interconnect) -> Split:
     """Cut a chain; the arguments are those of :func:`split`."""
     for name, value, least in (("stages", stages, 2), ("microbatches", microbatches, 1)):
-        if not isinstance(value, int) or value < least:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise OptionError(f"{name}={value!r} is not allowed: use a whole number from {least}")
     limit_bytes = chain.profile.memory_bytes or inf
     cut = partition(chain.segments, stages, microbatches, link.transfer_us, limit_bytes)

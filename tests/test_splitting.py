@@ -191,8 +191,9 @@ def test_what_cannot_be_split_is_said() -> None:
         autostream.split(3, [x], 2, device="h200")  # type: ignore[arg-type]
     with pytest.raises(TargetError, match=r"fails at these example inputs \(RuntimeError: mat1 and mat2 shapes"):
         autostream.split(layers(4), [x[:, :9]], 2, device="h200")
-    with pytest.raises(OptionError, match="microbatches=0 is not allowed"):
-        autostream.split(layers(4), [x], 2, device="h200", microbatches=0)
+    for microbatches in (0, True):
+        with pytest.raises(OptionError, match=f"microbatches={microbatches} is not allowed: use a whole number from 1"):
+            autostream.split(layers(4), [x], 2, device="h200", microbatches=microbatches)
     with pytest.raises(OptionError, match="interconnect='rings' is not allowed: use nvlink or infiniband"):
         autostream.split(layers(4), [x], 2, device="h200", interconnect="rings")
     with pytest.raises(OptionError, match="costs='guessed' is not allowed"):
