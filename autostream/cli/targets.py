@@ -60,8 +60,8 @@ def load(target: str, zoo_model: Zoo = zoo.build) -> tuple[nn.Module | Step, tup
     """Make the model of TARGET, and its example inputs if it has any. This runs the user's code.
 
     ``package.module:factory`` and ``file.py:factory`` name a function (or a module class) that is called without
-    arguments and returns a module, or a module and a tuple of inputs, or a training step and its batch; anything else
-    is a name for ``zoo_model``.
+    arguments and returns a module, or a module and a tuple or list of inputs, or a training step and its batch;
+    anything else is a name for ``zoo_model``.
     The working directory, or the file's own, becomes importable as it is for ``python -m`` and ``python file.py``.
 
     Raises:
@@ -236,8 +236,8 @@ def _call(module: ModuleType, factory: str, target: str) -> tuple[nn.Module | St
     match made:
         case nn.Module():
             return made, None
-        case nn.Module() | StepFunction() | TrainStep() as model, tuple(args):
-            return model, args
+        case nn.Module() | StepFunction() | TrainStep() as model, tuple(args) | list(args):
+            return model, tuple(args)
     raise TargetError(f"{target} returned {a_type(made)}: a factory returns a module, (module, args) or (step, batch)")
 
 

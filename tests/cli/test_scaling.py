@@ -29,6 +29,10 @@ def trained():
     adamw = torch.optim.AdamW(model.parameters())
     return autostream.train_step(model, adamw, nn.MSELoss()), (torch.ones(64, 512), torch.ones(64, 512))
 
+def loaded():
+    step, batch = trained()
+    return step, list(batch)  # as a DataLoader returns it
+
 def written(group=None):
     model = layers()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -91,7 +95,7 @@ def test_what_the_memory_budget_costs_is_said(capsys: pytest.CaptureFixture[str]
     assert beyond["step_us"] <= within["unbudgeted_us"] < within["step_us"]
 
 
-@pytest.mark.parametrize("step", ["written", "parallel"])
+@pytest.mark.parametrize("step", ["written", "parallel", "loaded"])
 def test_steps_may_name_the_processes_or_not(capsys: pytest.CaptureFixture[str], step: str) -> None:
     data = planned(capsys, step, "--device", "h200", "--world", "8", "--interconnect", "infiniband")
     assert data["collectives"] == 3

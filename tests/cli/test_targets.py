@@ -41,6 +41,9 @@ def with_inputs():
 def number():
     return 3
 
+def with_a_list():
+    return Pair(), [torch.ones(2, 8), torch.arange(8)]
+
 def no_tuple():
     return Pair(), torch.ones(2, 8)
 
@@ -77,6 +80,13 @@ def test_a_factory_is_found_by_file_and_by_module(models: Path, where: str, fact
     model, args = load(f"{where}:{factory}")
     assert type(model).__name__ == "Pair"
     assert args is None
+
+
+def test_inputs_may_be_a_list(models: Path) -> None:
+    """As a batch of a ``DataLoader`` is."""
+    _, args = load("my_models:with_a_list")
+    assert isinstance(args, tuple)
+    assert [tuple(x.shape) for x in args] == [(2, 8), (8,)]
 
 
 def test_a_file_elsewhere_can_import_its_neighbours(models: Path, tmp_path: Path) -> None:
