@@ -51,6 +51,7 @@ def scaled(
 
     Raises:
         OptionError: see :func:`autostream.pipeline.plan`; or there is no such interconnect.
+        TargetError: the step itself fails, or averages its gradients already.
         TraceError: no graph computes the whole step.
     """
     _, report = step.over(group).plan(batch, options, profile)

@@ -457,13 +457,13 @@ class TrainStep:
 
         Raises:
             OptionError: see :func:`autostream.pipeline.plan`.
+            TargetError: the step itself fails.
             TraceError: no graph computes the whole step.
         """
         if self._whole is None:
             raise TraceError(f"{self._backward.step.name} is no one graph: {next(iter(self._eager_optimizer))}")
-        self.eager(*args)
         with torch.set_grad_enabled(False):
-            return plan_step(self._whole.step, args, options, profile)
+            return plan_step(self._whole.step, self.eager, args, options, profile)
 
     @property
     def reports(self) -> tuple[Report, ...]:

@@ -50,6 +50,11 @@ class InputSpec:
     dtype: torch.dtype | None = None
 
 
+_OF_PROCESSES = re.compile(r"default process group|\b(LOCAL_)?RANK\b|\b(LOCAL_)?WORLD_SIZE\b")
+"""In what fails of a factory that is written for torchrun."""
+
+_PROCESSES = "; --world makes the processes itself: call no init_process_group, and read no variables of torchrun"
+
 Step = StepFunction | TrainStep
 
 Zoo = Callable[[str], tuple[nn.Module, tuple[Any, ...]]]
@@ -263,7 +268,8 @@ def _user_code(what: str) -> Iterator[None]:
     # A script without a main guard may well call sys.exit.
     except (Exception, SystemExit) as error:
         reason = " ".join(str(error).split())
-        raise TargetError(f"{what}: {type(error).__name__}: {reason}{_where(error)}") from error
+        advice = _PROCESSES if _OF_PROCESSES.search(reason) else ""
+        raise TargetError(f"{what}: {type(error).__name__}: {reason}{_where(error)}{advice}") from error
 
 
 def _where(error: BaseException) -> str:

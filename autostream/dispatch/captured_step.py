@@ -7,7 +7,7 @@ A step that runs has the inputs of that graph, and returns what the bytecode mak
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autostream.dispatch.scheduled_program import Label, ModelContext, ScheduledProgram
 from autostream.dispatch.step_calls import Call, Refusal, WrittenStep, call_of, kind_of
-from autostream.errors import TraceError
+from autostream.errors import AutostreamError, TargetError, TraceError, first_line
 from autostream.frontend.batches import detached
 from autostream.frontend.capture import Capture
 from autostream.frontend.data_parallel import replicas
@@ -132,21 +132,34 @@ def _layouts_of(inputs: Sequence[Tensor]) -> Hashable:
 
 
 def plan_step(
-    step: WrittenStep, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None
+    step: WrittenStep,
+    eager: Callable[..., Any],
+    args: tuple[Any, ...],
+    options: Options,
+    profile: DeviceProfile | None,
 ) -> tuple[Program, Report]:
-    """A dry run of a step whose optimizers have made their state; nothing is computed.
+    """A dry run of a step, after one run of it.
 
     Args:
         step: as it is written.
+        eager: runs it, which makes the state of its optimizers.
         args: its arguments.
         options: how to schedule it.
         profile: a device to plan for, which need not be available; the step is on the CPU then.
 
     Raises:
         OptionError: see :func:`autostream.pipeline.plan`.
+        TargetError: the step itself fails.
         TraceError: no graph computes the step.
     """
     check_plannable(options, profile)
+    try:
+        eager(*args)
+    except AutostreamError:
+        raise
+    except Exception as error:
+        failed = f"{step.name} itself fails at this batch ({first_line(error)})"
+        raise TargetError(f"{failed}: a plan takes one run, so give a step and a batch that run here") from error
     device = None if profile is None else device_of(profile)
     stopwatch = Stopwatch()
     with stopwatch("trace"):

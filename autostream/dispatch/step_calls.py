@@ -72,8 +72,8 @@ class WrittenStep:
         self.data_parallel, self.averaging = data_parallel, data_parallel if averages else None
         if data_parallel is not None and _averages_itself(modules(), optimizers):
             raise TargetError(
-                "DistributedDataParallel averages gradients, and data_parallel would average them again: give the "
-                "model itself (its .module), or leave data_parallel out"
+                "DistributedDataParallel averages gradients, and the step would average them again over its processes: "
+                "give the step the model itself (its .module)"
             )
         self.updated = optimizers if updates else ()
         self.hyperparameters = [Hyperparameters(optimizer) for optimizer in self.updated]

@@ -145,11 +145,11 @@ class StepFunction:
 
         Raises:
             OptionError: see :func:`autostream.pipeline.plan`.
+            TargetError: the step itself fails.
             TraceError: no graph computes the step.
         """
         with self._lock, torch.set_grad_enabled(False):
-            self.eager(*args)
-            return plan_step(self._graphs.step, args, options, profile)
+            return plan_step(self._graphs.step, self.eager, args, options, profile)
 
     @property
     def reports(self) -> tuple[Report, ...]:

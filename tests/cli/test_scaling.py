@@ -14,6 +14,8 @@ from autostream import cli
 from tests.cli.calls import error_of
 
 SOURCE = """
+import os
+
 import autostream
 import torch
 from torch import nn
@@ -47,6 +49,31 @@ def written(group=None):
         return loss
 
     return update, (torch.ones(4096, 512),)
+
+def wrapped():
+    model = nn.parallel.DistributedDataParallel(layers())
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    return autostream.train_step(model, sgd, nn.MSELoss()), (torch.ones(8, 512), torch.ones(8, 512))
+
+def synchronized():
+    model = nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    return autostream.train_step(model, sgd, nn.MSELoss()), (torch.ones(4, 8), torch.ones(4, 8))
+
+def failing():
+    sgd = torch.optim.SGD(layers().parameters(), lr=0.1)
+
+    @autostream.step(optimizers=[sgd])
+    def update(x):
+        raise RuntimeError("no such rows")
+
+    return update, (torch.ones(4, 8),)
+
+def launched():
+    return int(os.environ["LOCAL_RANK"])
+
+def initialized():
+    torch.distributed.init_process_group("gloo")
 
 def parallel():
     return written(torch.distributed.group.WORLD)
@@ -118,9 +145,18 @@ def test_processes_on_this_machines_cpu_talk_over_its_loopback(capsys: pytest.Ca
         (["trained", "--interconnect", "nvlink"], "say how many, as in --stages 4 or --world 8"),
         (["trained", "--world", "8", "--interconnect", "rings"], "interconnect='rings' is not allowed"),
         (["trained", "--world", "0"], "world=0 is not allowed: use a whole number of processes from 1"),
+        (["wrapped", "--world", "8"], "over its processes: give the step the model itself (its .module)"),
+        (["synchronized", "--world", "8"], "itself fails at this batch (ValueError: SyncBatchNorm expected"),
+        (["failing", "--world", "8"], "(RuntimeError: no such rows): a plan takes one run, so give a step and a batch"),
+        (["failing"], "update itself fails at this batch (RuntimeError: no such rows)"),
+        (["launched", "--world", "8"], "--world makes the processes itself: call no init_process_group"),
+        (["initialized", "--world", "8"], "--world makes the processes itself: call no init_process_group"),
     ],
 )
-def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
+def test_what_makes_no_sense_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str], said: str
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     step, *more = argv
     assert said in error_of(capsys, "schedule", f"steps.py:{step}", "--device", "h200", *more)
 
