@@ -142,6 +142,8 @@ _WORDS = {
     r"qualname: Optimizer\.zero_grad": f"it clears the gradients of another optimizer: {EACH_OPTIMIZER}",
     r"torch[/\\]distributions[/\\]": "a distribution checks its arguments, for which the host waits: make it "
     "without validate_args=True",
+    r"torch[/\\]nn[/\\]parallel[/\\]distributed\.py": "it calls DistributedDataParallel, which averages gradients by "
+    "hooks that a graph would not call: call its .module, and give data_parallel=process_group",
     _RAISED.format(r"(\w+)"): "it raises an exception, {}: {}",
     r"^generic_jump|Data-dependent branching|data-dependent expression|Indexing list with non-scalar": "Python "
     "branches on a number that the call computes, or indexes with it: use torch.where, torch.index_select or an index "

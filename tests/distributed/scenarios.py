@@ -294,8 +294,7 @@ def ddp_inside_runs_as_written(rank: int, processes: int, group: dist.ProcessGro
             assert_alike(models[0], models[1])
         (report,) = step.reports
         assert report.mode == "plain"
-        if not hide:
-            assert "data_parallel" in report.refusals[0].reason
+        assert "data_parallel=process_group" in report.refusals[0].reason
 
 
 def what_data_parallel_does_not_take(rank: int, processes: int, group: dist.ProcessGroup) -> None:
