@@ -419,11 +419,12 @@ def penalties_of_gradients_are_in_the_graph(rank: int, processes: int, group: di
     """What ``autograd.grad`` returns is not averaged; it may be asked for by one tensor, or by name."""
 
     def written(model: nn.Module, sgd: torch.optim.Optimizer, named: bool) -> Callable[[Tensor], Tensor]:
+        weight = next(model.parameters())
+
         def update(x: Tensor) -> Tensor:
-            x = x.detach().requires_grad_(True)
             score = model(x).tanh().sum()
-            how: Any = {"outputs": score, "inputs": x} if named else {}
-            (slope,) = torch.autograd.grad(*(() if named else (score, x)), **how, create_graph=True)
+            how: Any = {"outputs": score, "inputs": weight} if named else {}
+            (slope,) = torch.autograd.grad(*(() if named else (score, weight)), **how, create_graph=True)
             (score + slope.square().mean()).backward()
             sgd.step()
             sgd.zero_grad()
