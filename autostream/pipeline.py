@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from autostream.costs.device import profile_of
+from autostream.costs.interconnects import Interconnect
 from autostream.errors import FusionError, OptionError, TargetError, TraceError
 from autostream.frontend.inputs import described
 from autostream.frontend.modules import name_of
@@ -76,6 +77,7 @@ def plan_program(
     options: Options,
     profile: DeviceProfile | None,
     stopwatch: Stopwatch,
+    link: Interconnect | None = None,
 ) -> Report:
     """A dry run of a traced program, as :func:`plan`.
 
@@ -87,9 +89,11 @@ def plan_program(
         options: as for :func:`plan`.
         profile: as for :func:`plan`.
         stopwatch: has the time of the trace.
+        link: what processes communicate over; by default, what the device has.
     """
     program, unfused = _fused(program, options, arguments, stopwatch)
-    priced = price_program(program, options, stopwatch, profile, arguments if options.costs == "measured" else None)
+    measured_with = arguments if options.costs == "measured" else None
+    priced = price_program(program, options, stopwatch, profile, measured_with, link=link)
     capture = options.cuda_graph is not False and priced.graph.device != "cpu" and not priced.refusals
     candidates = candidates_for(priced, options, capture, stopwatch)
     exempted = budget_of(priced.graph, priced.profile, candidates[0], options.memory_budget).exemption

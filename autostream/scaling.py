@@ -1,9 +1,9 @@
 """Dry runs at scale: a training step in each of many data-parallel processes, none of which is there.
 
-step ──over one process────▶ plan ──▶ time alone ───────────────────────────────╮
-step ──over N processes────▶ plan ──▶ price for each interconnect ──▶ schedule ─┴▶ step, exposed, efficiency
+step ──over one process────▶ trace ──▶ plan ──▶ time alone ─────────────╮
+step ──over N processes────▶ trace ──▶ plan for each interconnect ──────┴▶ step, exposed, efficiency
 
-Both have the same memory.
+All have the same memory.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import replace
 from torch.distributed import ProcessGroup
 
 from autostream.costs.interconnects import LOOPBACK, NAMES, Interconnect, interconnect_of
-from autostream.costs.roofline import price
+from autostream.costs.this_device import profile_here
 from autostream.dispatch.step_functions import StepFunction
-from autostream.ir import Candidate, Costs, DeviceProfile, Limit, OpGraph
+from autostream.ir import Costs, DeviceProfile, Limit, OpGraph
 from autostream.options import Options
 from autostream.reporting.explanation import ERRORS, spread_of
 from autostream.reporting.report import Report
@@ -26,9 +26,6 @@ from autostream.scheduling.policies.sequential import one_stream
 from autostream.scheduling.simulate import run_us, simulate
 from autostream.training import TrainStep
 from autostream.tuning.budget import budget_of
-from autostream.tuning.candidates import best_of, candidates_for
-from autostream.tuning.pricing import Priced
-from autostream.utils.stopwatch import Stopwatch
 
 
 def scaled(
@@ -54,28 +51,25 @@ def scaled(
         TargetError: the step itself fails, or averages its gradients already.
         TraceError: no graph computes the whole step.
     """
-    _, report = step.over(group).plan(batch, options, profile)
-    graph, of_device, chosen = report.graph, report.profile, report.chosen
-    assert graph is not None
-    assert of_device is not None
-    assert chosen is not None
-    room = budget_of(graph, of_device, report.candidates[0], options.memory_budget).room_bytes
-    _, alone = step.over(False).plan(batch, replace(options, memory_budget=room), profile)
+    traced = step.over(group).traced(batch, options, profile)
+    device = traced.program.device
+    of_device = profile or profile_here(device)[0]
+    links = _links(of_device, interconnects, device)
+    reports = [traced.plan(options, profile, link)[1] for link in links]
+    report = reports[0]
+    assert report.graph is not None
+    communicating = map(report.graph.ops.__getitem__, report.graph.collectives)
+    room = budget_of(report.graph, of_device, report.candidates[0], options.memory_budget).room_bytes
+    _, alone = step.over(False).traced(batch, options, profile).plan(replace(options, memory_budget=room), profile)
     alone_us = _alone_us(alone)
-    runs = []
-    for link in _links(of_device, interconnects, graph.device):
-        costs = price(graph, of_device, link)
-        candidates = candidates_for(Priced(graph, of_device, costs, ()), options, chosen.captured, Stopwatch())
-        runs.append(_run(link, candidates, graph, costs, of_device, alone_us))
     return Scaling(
         step=report.model,
         device=of_device.name,
         processes=group.size(),
         alone_us=alone_us,
-        collectives=len(graph.collectives),
-        message_bytes=sum(max(op.bytes_read, op.bytes_written) for op in map(graph.ops.get, graph.collectives) if op),
+        message_bytes=sum(max(op.bytes_read, op.bytes_written) for op in communicating),
         error=ERRORS["roofline"],
-        runs=tuple(runs),
+        runs=tuple(_run(link, report, alone_us) for link, report in zip(links, reports, strict=True)),
     )
 
 
@@ -94,15 +88,11 @@ def _links(profile: DeviceProfile, names: Sequence[str] | None, device: str) -> 
     return [interconnect_of(profile, name) for name in names or NAMES]
 
 
-def _run(
-    link: Interconnect,
-    candidates: Sequence[Candidate],
-    graph: OpGraph,
-    costs: Costs,
-    profile: DeviceProfile,
-    alone_us: float,
-) -> Scaled:
-    chosen = best_of(candidates)
+def _run(link: Interconnect, report: Report, alone_us: float) -> Scaled:
+    graph, costs, profile, chosen = report.graph, report.costs, report.profile, report.chosen
+    assert graph is not None
+    assert profile is not None
+    assert chosen is not None
     schedule, captured = chosen.schedule, chosen.captured
     spread = spread_of(chosen, one_stream(graph), costs, profile)
     steps_us = [
@@ -112,6 +102,7 @@ def _run(
     efficiencies = [alone_us / step_us for step_us in steps_us]
     return Scaled(
         interconnect=link.name,
+        collectives=len(graph.collectives),
         step_us=steps_us[0],
         range_us=(steps_us[0], steps_us[0]) if spread is None else spread.us,
         communication_us=sum(costs[name].duration_us for name in graph.collectives),
@@ -120,7 +111,7 @@ def _run(
         efficiency_range=(min(efficiencies), max(efficiencies)),
         streams=schedule.streams,
         unbudgeted_us=min(
-            (each.predicted_us for each in candidates if each.limit is Limit.BUDGET), default=steps_us[0]
+            (each.predicted_us for each in report.candidates if each.limit is Limit.BUDGET), default=steps_us[0]
         ),
     )
 

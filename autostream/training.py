@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autostream.dispatch.captured_step import plan_step
+from autostream.dispatch.captured_step import TracedStep, traced_step
 from autostream.dispatch.dispatcher import Dispatcher
 from autostream.dispatch.requirements import check_requirements
 from autostream.dispatch.step_calls import Refusal
@@ -41,7 +41,7 @@ from autostream.frontend.optimizers import TRACED, note_step, obstacle, takes_cl
 from autostream.frontend.parameters import parameters_of, stateless
 from autostream.frontend.training_steps import Gradients
 from autostream.frontend.tree import map_tensors
-from autostream.ir import Decision, DeviceProfile, Program
+from autostream.ir import Decision, DeviceProfile
 from autostream.options import Options, StepOptions, disabled
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
@@ -450,10 +450,8 @@ class TrainStep:
         model, optimizer, loss_fn, options = self._parts
         return TrainStep(model, optimizer, loss_fn, replace(options, data_parallel=group))
 
-    def plan(
-        self, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None = None
-    ) -> tuple[Program, Report]:
-        """A dry run, after one eager step, which makes the optimizer's state: the program, and its schedules.
+    def traced(self, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None = None) -> TracedStep:
+        """The step, traced for dry runs, after one eager step, which makes the optimizer's state.
 
         Raises:
             OptionError: see :func:`autostream.pipeline.plan`.
@@ -463,7 +461,7 @@ class TrainStep:
         if self._whole is None:
             raise TraceError(f"{self._backward.step.name} is no one graph: {next(iter(self._eager_optimizer))}")
         with torch.set_grad_enabled(False):
-            return plan_step(self._whole.step, self.eager, args, options, profile)
+            return traced_step(self._whole.step, self.eager, args, options, profile)
 
     @property
     def reports(self) -> tuple[Report, ...]:

@@ -18,11 +18,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autostream.errors import first_line
 from autostream.explaining import reports_of
-from autostream.frontend.data_parallel import buckets
+from autostream.ir import OpGraph
+from autostream.reporting.report import Report
 from autostream.runtime.measured_timeline import Kernel, profiled, replays
 from autostream.scheduling.communication import uncovered_us
 from benchmarks.harness.training import TrainingSubject, eager, scheduled
@@ -80,10 +82,10 @@ def ddp_compiled(subject: TrainingSubject, group: dist.ProcessGroup) -> Callable
     return eager(replace(subject, model=torch.compile(_wrapped(subject, group), dynamic=False)))  # type: ignore[arg-type]
 
 
-def all_reduce(subject: TrainingSubject, group: dist.ProcessGroup) -> Callable[..., object]:
-    """The sums of the step's buckets alone."""
-    parameters = [each for each in subject.model.parameters() if each.requires_grad]
-    flat = [torch.cat([torch.zeros_like(parameters[at]).flatten() for at in each]) for each in buckets(parameters)]
+def all_reduce(graph: OpGraph, group: dist.ProcessGroup) -> Callable[..., object]:
+    """The sums of a step's buckets alone, given its ops."""
+    sums = [graph.ops[name] for name in graph.ops if name in graph.collectives]
+    flat = [torch.zeros(each.elements, dtype=getattr(torch, each.dtype), device=graph.device) for each in sums]
 
     def run(*_: object) -> None:
         for work in [dist.all_reduce(each, group=group, async_op=True) for each in flat]:
@@ -92,9 +94,8 @@ def all_reduce(subject: TrainingSubject, group: dist.ProcessGroup) -> Callable[.
     return run
 
 
-MODES: Mapping[str, Mode] = {
-    mode.__name__: mode for mode in (alone, autostream, any_memory, ddp, ddp_compiled, all_reduce)
-}
+STEPS: Mapping[str, Mode] = {mode.__name__: mode for mode in (alone, autostream, any_memory, ddp, ddp_compiled)}
+MODES = (*STEPS, all_reduce.__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,6 +107,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES], metavar="MODE")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="(default: %(default)s)")
     options = parser.parse_args(argv)
+    if "all_reduce" in options.modes and "autostream" not in options.modes:
+        parser.error("all_reduce takes the sums of autostream: measure both, --modes autostream all_reduce")
     if "RANK" not in os.environ:
         if options.device == "cuda" and torch.cuda.device_count() < options.world:
             parser.error(f"there are {torch.cuda.device_count()} GPUs here for {options.world} processes")
@@ -138,39 +141,62 @@ def row(name: str, modes: Sequence[str], device: torch.device, rounds: int) -> d
     """
     steps: dict[str, Step] = {}
     failed: dict[str, str] = {}
-    schedules: dict[str, str] = {}
+    reports: dict[str, Report] = {}
     batch, dtype = BATCHES.get(name, 4), torch.bfloat16 if device.type == "cuda" else torch.float32
-    for mode in modes:
+    assert dist.group.WORLD is not None
+    for mode in filter(STEPS.__contains__, modes):
         subject = prepare_training(TRAINING[name], batch, "adamw", device, dtype)
-        assert dist.group.WORLD is not None
         try:
-            step = MODES[mode](subject, dist.group.WORLD)
+            step = STEPS[mode](subject, dist.group.WORLD)
             for _ in range(WARM_UP):
                 step(*subject.data)
         except Exception as error:  # torch.compile fails in all processes or in none
             failed[mode] = first_line(error)
             continue
-        steps[mode] = _call(step, subject.data)
-        if reports := reports_of(step):
-            schedules[mode] = _described(reports[0])
+        steps[mode] = partial(step, *subject.data)
+        if found := reports_of(step):
+            reports[mode] = found[0]
+    if "all_reduce" in modes and "autostream" in reports and (graph := reports["autostream"].graph):
+        steps["all_reduce"] = all_reduce(graph, dist.group.WORLD)
     times = [{mode: _us(step, device) for mode, step in steps.items()} for _ in range(1 + rounds)]
     of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, times[1:])
     slowest = {mode: [max(each[mode] for each in turn) for turn in zip(*of_all, strict=True)] for mode in steps}
     us = {mode: round(median(values), 2) for mode, values in slowest.items()}
-    dist.all_gather_object(of_all, {mode: exposed_share(_replays(steps[mode], device)) for mode in schedules})
-    shares = {mode: [each[mode] for each in of_all] for mode in schedules}
-    exposed = {mode: round(max(found), 3) for mode, found in shares.items() if None not in found}
-    return {"workload": name, "batch": batch, "us": us, "exposed": exposed, "schedules": schedules, "failed": failed}
+    dist.all_gather_object(of_all, {mode: sums_of(_replays(steps[mode], device)) for mode in reports})
+    sums = {mode: max(found[mode] for found in of_all) for mode in reports}
+    return {
+        "workload": name,
+        "batch": batch,
+        "us": us,
+        "exposed_us": {mode: round(each.exposed_us, 2) for mode, each in sums.items() if each.us},
+        "exposed": {mode: round(each.share, 3) for mode, each in sums.items() if each.us},
+        "schedules": {mode: _described(report) for mode, report in reports.items()},
+        "failed": failed,
+    }
 
 
-def exposed_share(runs: Iterable[Sequence[Kernel]]) -> float | None:
-    """The share of the time of NCCL's kernels in which no other kernel runs; ``None`` without such kernels.
+class Sums(NamedTuple):
+    """The sums of a replay, on average.
+
+    Attributes:
+        share: of their time in which no other kernel runs.
+        exposed_us: that time, µs.
+        us: in which NCCL's kernels run, µs; 0 without such kernels.
+    """
+
+    share: float
+    exposed_us: float
+    us: float
+
+
+def sums_of(runs: Sequence[Sequence[Kernel]]) -> Sums:
+    """The time of NCCL's kernels in the replays of a step.
 
     Example:
         >>> product, updates = Kernel(("gemm",), 1, 0.0, 6.0), Kernel(("adamw",), 1, 9.0, 12.0)
-        >>> exposed_share([[product, Kernel(("ncclDevKernel_AllReduce",), 2, 3.0, 11.0), updates]])
-        0.375
+        >>> sums_of([[product, Kernel(("ncclDevKernel_AllReduce",), 2, 3.0, 11.0), updates]])
+        Sums(share=0.375, exposed_us=3.0, us=8.0)
     """
     communicating_us = exposed_us = 0.0
     for run in runs:
@@ -180,7 +206,9 @@ def exposed_share(runs: Iterable[Sequence[Kernel]]) -> float | None:
         )
         communicating_us += uncovered_us(sums, [])
         exposed_us += uncovered_us(sums, others)
-    return exposed_us / communicating_us if communicating_us else None
+    if not communicating_us:
+        return Sums(0.0, 0.0, 0.0)
+    return Sums(exposed_us / communicating_us, exposed_us / len(runs), communicating_us / len(runs))
 
 
 def added_share(us: Mapping[str, float]) -> float | None:
@@ -220,10 +248,6 @@ def _wrapped(subject: TrainingSubject, group: dist.ProcessGroup) -> DistributedD
     return DistributedDataParallel(subject.model, process_group=group)
 
 
-def _call(step: Callable[..., object], data: Sequence[object]) -> Step:
-    return lambda: step(*data)
-
-
 def _us(step: Step, device: torch.device) -> float:
     """The µs of a step, back to back, the same number of them in each process; they begin together."""
     runs = RUNS[device.type]
@@ -250,7 +274,7 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _described(report: Any) -> str:
+def _described(report: Report) -> str:
     """What runs, and how many schedules there was time to measure."""
     streams = report.chosen.schedule.streams if report.chosen else 0
     measured = sum(each.measured_us is not None for each in report.candidates)

@@ -143,6 +143,7 @@ ONLY_IN = [
             "frontend.attention_masks",
             "frontend.counters",
             "frontend.dropouts",
+            "frontend.gradient_buckets",
             "frontend.gradient_sums",
             "frontend.static_tensors",
             "frontend.steps",
@@ -161,8 +162,8 @@ ONLY_IN = [
         r"\bfx\.Graph\(|\.GraphModule\(",
         {
             *("dispatch.compiled_graph", "runtime.cutting", "runtime.lower", "dispatch.children"),
-            *("frontend.counters", "frontend.static_tensors", "fusion.collectives", "fusion.kernel_json"),
-            *("fusion.in_place_products",),
+            *("frontend.counters", "frontend.gradient_buckets", "frontend.static_tensors"),
+            *("fusion.collectives", "fusion.in_place_products", "fusion.kernel_json"),
         },
     ),
     (

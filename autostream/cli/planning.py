@@ -160,7 +160,7 @@ def _planned(arguments: argparse.Namespace, runs: bool) -> Plan:
 
 def _of_step(step: Step, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None, *, runs: bool) -> Plan:
     """The plan of a training step; with ``runs``, of its third call: the first one makes the state of optimizers."""
-    program, report = step.plan(args, options, profile)
+    program, report = step.traced(args, options, profile).plan(options, profile)
     if runs:
         for _ in range(3):
             step(*args)

@@ -15,6 +15,7 @@ Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations
 from __future__ import annotations
 
 from autostream.costs.interconnects import Interconnect
+from autostream.costs.occupancy import Kernel, busy_share
 from autostream.ir import DeviceProfile, Op
 
 _CHANNELS = 24
@@ -45,6 +46,6 @@ def collective_us(op: Op, interconnect: Interconnect) -> float:
 _DIVIDED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def multiprocessors_of_collective(profile: DeviceProfile) -> float:
-    """The share of the multiprocessors that a collective keeps busy."""
-    return min(1.0, _CHANNELS / profile.multiprocessors)
+def share_of_collective(profile: DeviceProfile) -> float:
+    """The share of the device that a collective keeps busy, as other kernels do: one block fills a multiprocessor."""
+    return busy_share(Kernel(_CHANNELS, resident=1), profile.multiprocessors)

@@ -8,12 +8,13 @@ A step that runs has the inputs of that graph, and returns what the bytecode mak
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autostream.costs.interconnects import Interconnect
 from autostream.dispatch.scheduled_program import Label, ModelContext, ScheduledProgram
 from autostream.dispatch.step_calls import Call, Refusal, WrittenStep, call_of, kind_of
 from autostream.errors import AutostreamError, TargetError, TraceError, first_line
@@ -21,6 +22,7 @@ from autostream.frontend.batches import detached
 from autostream.frontend.capture import Capture
 from autostream.frontend.data_parallel import replicas
 from autostream.frontend.eager_only import unusual_model
+from autostream.frontend.gradient_buckets import in_buckets
 from autostream.frontend.guards import FailedGuard
 from autostream.frontend.inputs import aliases_of, described
 from autostream.frontend.step_capture import capture_step
@@ -29,6 +31,7 @@ from autostream.ir import DeviceProfile, Program, Role
 from autostream.options import Options
 from autostream.pipeline import check_one_device, check_plannable, device_of, plan_program
 from autostream.reporting.report import Report
+from autostream.tuning.bucket_sizes import best_size, in_best_buckets
 from autostream.utils.stopwatch import Stopwatch
 
 
@@ -56,7 +59,8 @@ class CapturedStep:
         inputs, self._body = captured.tensors, step.body
         stays = [placeholder.role is not Role.INPUT for placeholder in self.traced.program.placeholders]
         arguments, label = self.traced.arguments(inputs, call.updates), Label(step.name, described(call.tensors))
-        self.scheduled = ScheduledProgram(self.traced.program, arguments, stays, label, context, stopwatch)
+        program = in_best_buckets(self.traced.program, context.options, stopwatch)
+        self.scheduled = ScheduledProgram(program, arguments, stays, label, context, stopwatch)
         self._alike = _layouts_of(inputs)
         self.captured = replace(captured, tensors=(), changed=())
         self._outputs = outputs = list[Any]()
@@ -131,14 +135,47 @@ def _layouts_of(inputs: Sequence[Tensor]) -> Hashable:
     return [*map(kind_of, inputs)], aliases_of(inputs), [tensor.requires_grad for tensor in inputs]
 
 
-def plan_step(
+@dataclass(frozen=True)
+class TracedStep:
+    """A traced training step, to plan.
+
+    Attributes:
+        program: of the step, whose averages have no buckets yet.
+        arguments: of the program.
+        name: of the step, for reports.
+        label: describes its calls.
+        stopwatch: has the time of the trace.
+    """
+
+    program: Program
+    arguments: Sequence[Tensor]
+    name: str
+    label: str
+    stopwatch: Stopwatch
+
+    def plan(
+        self, options: Options, profile: DeviceProfile | None, link: Interconnect | None = None
+    ) -> tuple[Program, Report]:
+        """A dry run: the program, with averages in buckets, and its schedules.
+
+        Args:
+            options: how to schedule it.
+            profile: the device that the step was traced for.
+            link: what processes communicate over; by default, what the device has.
+        """
+        program = in_buckets(self.program, best_size(self.program, options, profile, link))
+        known = self.arguments, self.name, self.label, options, profile, self.stopwatch, link
+        return program, plan_program(program, *known)
+
+
+def traced_step(
     step: WrittenStep,
     eager: Callable[..., Any],
     args: tuple[Any, ...],
     options: Options,
     profile: DeviceProfile | None,
-) -> tuple[Program, Report]:
-    """A dry run of a step, after one run of it.
+) -> TracedStep:
+    """Trace a step to plan it, after one run of it.
 
     Args:
         step: as it is written.
@@ -169,4 +206,4 @@ def plan_step(
         captured, traced = trace(step, call, device)
         check_one_device(traced.program)
     arguments, label = traced.arguments(captured.tensors, call.updates), described(call.tensors, device)
-    return traced.program, plan_program(traced.program, arguments, step.name, label, options, profile, stopwatch)
+    return TracedStep(traced.program, arguments, step.name, label, stopwatch)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from autostream.dispatch.captured_step import plan_step
+from autostream.dispatch.captured_step import TracedStep, traced_step
 from autostream.dispatch.eager_averages import EagerAverages
 from autostream.dispatch.step_calls import WrittenStep
 from autostream.dispatch.step_graphs import Done, StepGraphs
@@ -32,7 +32,7 @@ from autostream.frontend.optimizers import note_step
 from autostream.frontend.parameters import stateless
 from autostream.frontend.step_capture import Body
 from autostream.frontend.tree import map_tensors
-from autostream.ir import Decision, DeviceProfile, Program
+from autostream.ir import Decision, DeviceProfile
 from autostream.options import Options, disabled
 from autostream.pipeline import versions
 from autostream.reporting.report import Report
@@ -138,10 +138,8 @@ class StepFunction:
         """The same step, whose gradients are averaged over this group, or over none."""
         return StepFunction(self._function, self._optimizers, self._options, data_parallel_of(group))
 
-    def plan(
-        self, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None = None
-    ) -> tuple[Program, Report]:
-        """A dry run, after one eager step, which makes the optimizers' state: the program, and its schedules.
+    def traced(self, args: tuple[Any, ...], options: Options, profile: DeviceProfile | None = None) -> TracedStep:
+        """The step, traced for dry runs, after one eager step, which makes the optimizers' state.
 
         Raises:
             OptionError: see :func:`autostream.pipeline.plan`.
@@ -149,7 +147,7 @@ class StepFunction:
             TraceError: no graph computes the step.
         """
         with self._lock, torch.set_grad_enabled(False):
-            return plan_step(self._graphs.step, self.eager, args, options, profile)
+            return traced_step(self._graphs.step, self.eager, args, options, profile)
 
     @property
     def reports(self) -> tuple[Report, ...]:

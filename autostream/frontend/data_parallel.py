@@ -3,12 +3,12 @@
     gradients of one backward ──▶ buckets ──▶ one tensor each ──▶ all_reduce_ ──▶ wait_tensor ──▶ views: the averages
 
 They are averaged where a backward ends, as by ``DistributedDataParallel``, so clipping sees averages, and what several
-backwards add up is an average too. In an eager step ``dispatch/eager_averages.py`` does that, in a graph the same ops
-stand after the gradients of each backward. Each bucket is reduced as soon as its gradients are there, beside the rest
-of the backward.
+backwards add up is an average too. In an eager step ``dispatch/eager_averages.py`` does that. A graph has one op for
+the averages of each backward, until ``tuning/bucket_sizes.py`` knows how large buckets should be. Each bucket is
+reduced as soon as its gradients are there, beside the rest of the backward.
 
-Buckets are those of ``DistributedDataParallel``: in reverse order of parameters, the first of 1 MiB, others of 25 MiB.
-But the last 1 MiB, which nothing is left to hide, is a bucket of its own.
+Buckets are like those of ``DistributedDataParallel``: in reverse order of parameters, the first of 1 MiB, others of 25
+MiB in an eager step. But the last 1 MiB, which nothing is left to hide, is a bucket of its own.
 All processes have to differentiate the same parameters in each backward.
 """
 
@@ -28,8 +28,24 @@ from autostream.options import processes_started
 _SMALL_BUCKET = 1 << 20
 """Bytes that fill the first bucket, so that sums begin early, and the last, so that they end soon."""
 
-_BUCKET = 25 << 20
-"""Bytes that fill another one."""
+BUCKET = 25 << 20
+"""Bytes that fill another one, as those of ``DistributedDataParallel``."""
+
+_LIBRARY = torch.library.Library("autostream", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "averages(Tensor[] gradients, Tensor[] parameters, str group, int processes, bool averages_itself) -> Tensor[]"
+)
+"""Stands for the averages of a backward in a graph; it is never run."""
+
+
+def _laid_out(gradients: Sequence[Tensor], parameters: Sequence[Tensor], *_: object) -> list[Tensor]:
+    pairs = zip(gradients, parameters, strict=True)
+    return [_like(gradient.new_empty(gradient.numel()), parameter) for gradient, parameter in pairs]
+
+
+torch.library.register_fake("autostream::averages", _laid_out)
+
+AVERAGES = torch.ops.autostream.averages.default
 
 
 @dataclass(frozen=True)
@@ -46,14 +62,20 @@ class DataParallel:
     processes: int
     averages_itself: bool = False
 
-    def averages(self, gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+    def in_graph(self, gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The same as :meth:`averages` in a graph that is traced, as one op whose buckets are chosen later."""
+        found: list[Tensor] = AVERAGES(gradients, parameters, self.group, self.processes, self.averages_itself)
+        return found
+
+    def averages(self, gradients: Sequence[Tensor], parameters: Sequence[Tensor], size: int = BUCKET) -> list[Tensor]:
         """The averages of gradients over all processes, laid out like their parameters, in new memory.
 
         Args:
             gradients: of this process.
             parameters: of each gradient.
+            size: of buckets, as for :func:`buckets`.
         """
-        filled, sums = buckets(parameters), []
+        filled, sums = buckets(parameters, size), []
         for bucket in filled:
             flat = torch.cat([_flat(gradients[at], parameters[at]) for at in bucket])
             if not self.averages_itself:
@@ -115,8 +137,12 @@ def share(group: dist.ProcessGroup, tensors: Iterable[Tensor]) -> None:
         dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 
-def buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
+def buckets(parameters: Sequence[Tensor], size: int = BUCKET) -> list[list[int]]:
     """The positions of the parameters whose gradients are averaged together, the last parameters first.
+
+    Args:
+        parameters: in the order in which a forward uses them, as a rule.
+        size: bytes that fill a bucket between the first and the last.
 
     Example:
         >>> small, large = torch.empty(8), torch.empty(1 << 20)
@@ -124,6 +150,8 @@ def buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
         [[3], [4, 2, 1], [0]]
         >>> buckets([small, large, large, large, large, small])
         [[5, 4], [3, 2], [1, 0]]
+        >>> buckets([small, large, large, large, large, small], 4 << 20)
+        [[5, 4], [3], [2], [1, 0]]
     """
     kinds = [(parameter.dtype, parameter.device) for parameter in parameters]
     sizes = [parameter.numel() * parameter.itemsize for parameter in parameters]
@@ -140,10 +168,10 @@ def buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
         kind = kinds[at]
         if filled[kind] >= (_SMALL_BUCKET if at == last[kind] else limits[kind]):
             done.append(filling[kind])
-            filling[kind], filled[kind], limits[kind] = [], 0, _BUCKET
+            filling[kind], filled[kind], limits[kind] = [], 0, size
         filling[kind].append(at)
         filled[kind] += sizes[at]
-    done += [bucket for bucket in filling.values() if bucket]  # Dynamo of torch 2.11 traces no ``filter(None, ...)``
+    done += filter(None, filling.values())
     return sorted(done, key=lambda bucket: -bucket[-1])  # as they fill
 
 

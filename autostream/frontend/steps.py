@@ -280,7 +280,7 @@ class _Interpreter(fx.Interpreter):
         if any(gradients[at].requires_grad for at in places):
             raise TraceError("data_parallel averages no gradients that are differentiated again: no create_graph=True")
         with torch.no_grad():
-            means = averaging.data_parallel.averages([gradients[at] for at in places], parameters)
+            means = averaging.data_parallel.in_graph([gradients[at] for at in places], parameters)
         self._averages.update((id(mean), mean) for mean in means)
         found = dict(zip(places, means, strict=True))
         return [found.get(at, gradient) for at, gradient in enumerate(gradients)]

@@ -66,7 +66,7 @@ class Differentiation(Body):
                 gradients[parameter] = parameter.grad.clone() if added is None else added + parameter.grad
         if self.data_parallel is not None:
             with torch.no_grad():
-                means = self.data_parallel.averages([*gradients.values()], [*gradients])
+                means = self.data_parallel.in_graph([*gradients.values()], [*gradients])
                 gradients = dict(zip(gradients, means, strict=True))
         return summed(results), [gradients.get(parameter) for parameter in parameters]
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from autostream.reporting.tables import count, pairs, size, table, us
+from autostream.reporting.tables import pairs, size, table, us
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,7 @@ class Scaled:
 
     Attributes:
         interconnect: what the processes communicate over.
+        collectives: how many a step has.
         step_us: time of the step, µs.
         range_us: the least and the largest, given the error of the estimates.
         communication_us: time of all collectives together, µs.
@@ -26,6 +27,7 @@ class Scaled:
     """
 
     interconnect: str
+    collectives: int
     step_us: float
     range_us: tuple[float, float]
     communication_us: float
@@ -45,8 +47,7 @@ class Scaling:
         device: of each process.
         processes: how many.
         alone_us: time of the step in one process, without collectives, µs.
-        collectives: how many a step has.
-        message_bytes: of these together.
+        message_bytes: of the collectives of a step together.
         error: the relative error of the estimates.
         runs: for each interconnect.
     """
@@ -55,7 +56,6 @@ class Scaling:
     device: str
     processes: int
     alone_us: float
-    collectives: int
     message_bytes: int
     error: float
     runs: Sequence[Scaled]
@@ -68,7 +68,7 @@ def render(scaling: Scaling) -> str:
         ("step", scaling.step),
         ("processes", f"{scaling.processes}, each with {scaling.device} and a batch of its own"),
         ("alone", f"{us(scaling.alone_us)}: one process, without collectives"),
-        ("collectives", f"{count(scaling.collectives, 'collective')} of {size(scaling.message_bytes)} together"),
+        ("communicated", f"{size(scaling.message_bytes)} in the collectives of a step"),
         ("uncertain", f"times of steps if all estimates are off by {error}, efficiencies if collectives alone are"),
     ]
     rows = [
@@ -76,6 +76,7 @@ def render(scaling: Scaling) -> str:
             run.interconnect,
             us(run.step_us),
             f"{run.range_us[0]:,.1f} to {us(run.range_us[1])}",
+            str(run.collectives),
             us(run.communication_us),
             us(run.exposed_us),
             f"{run.efficiency:.1%}",
@@ -89,6 +90,7 @@ def render(scaling: Scaling) -> str:
         "interconnect",
         "step",
         "range",
+        "collectives",
         "communication",
         "exposed",
         "efficiency",
@@ -96,7 +98,7 @@ def render(scaling: Scaling) -> str:
         "streams",
         "beyond memory_budget",
     )
-    right = "step range communication exposed efficiency its streams beyond"
+    right = "step range collectives communication exposed efficiency its streams beyond"
     return "\n\n".join([pairs(summary), table("A step, by what joins the processes", head, rows, right=right)])
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from autostream.analysis.dependencies import analyze
+from autostream.costs.interconnects import Interconnect, interconnect_of
 from autostream.costs.roofline import price
 from autostream.costs.this_device import costs_here, profile_here
 from autostream.ir import Costs, Decision, DeviceProfile, OpGraph, Program
@@ -47,6 +49,7 @@ def price_program(
     profile: DeviceProfile | None = None,
     tensors: Sequence[Tensor] | None = None,
     peers: Peers = ALONE,
+    link: Interconnect | None = None,
 ) -> Priced:
     """Analyze a program and price its ops.
 
@@ -59,6 +62,7 @@ def price_program(
         profile: of the device to plan for; by default the program's device.
         tensors: the program's arguments, for measured costs; without them, costs are estimated.
         peers: the processes that take part in its collectives.
+        link: what processes communicate over, for estimates; by default, what the device has.
 
     Raises:
         GroupError: one of them has other collectives, or is gone.
@@ -68,19 +72,32 @@ def price_program(
 
     def priced() -> tuple[DeviceProfile, Costs, Notes]:
         known, notes = (profile, ()) if profile else profile_here(program.device)
+        with collector.paused():
+            estimates = price(graph, known, link or link_between(machines, known))
         if tensors is None or not _measures(options, graph):
-            with collector.paused():
-                return known, price(graph, known), notes
+            return known, estimates, notes
         budget_s = min(MEASURE_SHARE * options.tuning_seconds, stopwatch.left(options))
         costs, faults = costs_here(program, graph, known, tensors, budget_s)
-        return known, costs, (*notes, *faults)
+        communicating = {name: estimates[name] for name in graph.collectives}  # nothing times them
+        return known, {**costs, **communicating}, (*notes, *faults)
 
     if peers.group:
         agree_on(graph, graph.ops)
+    machines = machines_of(peers)
     with stopwatch("price"):
         known, costs, notes = peers.first("what its ops cost", priced, tuple[DeviceProfile, Costs, Notes])
     refusals = () if graph.device == "cpu" else capture_refusals(graph)
     return Priced(graph, known, costs, refusals, tuple(dict.fromkeys(notes)))
+
+
+def machines_of(peers: Peers) -> list[str]:
+    """The name of the machine of each of these processes, all of which have to call this."""
+    return peers.each("its machine", platform.node)
+
+
+def link_between(machines: Sequence[str], profile: DeviceProfile) -> Interconnect | None:
+    """What joins processes on these machines; ``None`` for what joins devices of one machine."""
+    return interconnect_of(profile, "infiniband") if len(set(machines)) > 1 else None
 
 
 def _measures(options: Options, graph: OpGraph) -> bool:

@@ -48,11 +48,11 @@ def test_a_command_starts_processes_and_saves_what_they_measure(
 ) -> None:
     monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "1")
     argv = ["--world", "1", "--device", "cpu", "--workloads", "train_mlp12", "--rounds", "1", "--out", str(tmp_path)]
-    assert main([*argv, "--modes", "all_reduce"]) == 0
+    assert main([*argv, "--modes", "alone"]) == 0
     result = json.loads((tmp_path / "data_parallel-1.json").read_text())
     assert result["variables"]["TORCH_NCCL_HIGH_PRIORITY"] == "1"
     (row,) = result["rows"]
-    assert (result["world"], row["workload"], row["failed"], [*row["us"]]) == (1, "train_mlp12", {}, ["all_reduce"])
+    assert (result["world"], row["workload"], row["failed"], [*row["us"]]) == (1, "train_mlp12", {}, ["alone"])
     assert (tmp_path / "data_parallel-1.md").read_text() == table([row]) + "\n"
 
 
@@ -61,6 +61,12 @@ def test_ratios_and_shares_follow_from_times() -> None:
     row = {"workload": "net", "batch": 4, "us": us, "exposed": {"autostream": 0.031}, "failed": {"ddp_compiled": "no"}}
     cells = [cell.strip() for cell in table([row]).splitlines()[2].strip("|").split("|")]
     assert cells == ["net", "4", "1,000", "1,010", "", "2,020", "failed", "200", "2.00×", "", "+1.0%", "5%", "3%"]
+
+
+def test_sums_alone_are_those_of_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--device", "cpu", "--modes", "alone", "all_reduce"])
+    assert "all_reduce takes the sums of autostream" in capsys.readouterr().err
 
 
 def test_more_processes_than_gpus_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import operator
 import os
+import platform
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,8 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 import autostream
 from autostream.analysis.dependencies import analyze
 from autostream.costs.device import profile_named
+from autostream.costs.interconnects import interconnect_of
 from autostream.costs.roofline import price
 from autostream.errors import CaptureError, FusionError, GroupError, TargetError
+from autostream.frontend import data_parallel
 from autostream.fusion import inductor
 from autostream.ir import Assignment, Program, Role
 from autostream.options import Options
@@ -40,7 +43,7 @@ from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
-from autostream.tuning import agreement
+from autostream.tuning import agreement, bucket_sizes
 from autostream.tuning import select as selection
 from autostream.tuning import tune as tuning
 from autostream.utils.stopwatch import Stopwatch
@@ -706,6 +709,34 @@ def costs_that_the_first_has_measured(rank: int, processes: int, group: dist.Pro
     assert len({repr(each) for each in of_all(group, (report.profile, report.costs))}) == 1
 
 
+def buckets_that_the_first_has_chosen(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """They are those of all, here one for each gradient; the others do not even look for a size."""
+
+    def chosen(*_: object) -> int:
+        assert rank == 0
+        return 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data_parallel, "_SMALL_BUCKET", 1)
+        patch.setattr(bucket_sizes, "best_size", chosen)
+        assert_in_graphs(trained_as_ddp(rank, group, max_norm=0.1), collectives=8)
+
+
+def collectives_between_machines(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """They are priced as over a network."""
+    costs = []
+    for machine in ("this", f"machine {rank}"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(platform, "node", lambda: machine)  # noqa: B023
+            (report,) = trained_as_ddp(rank, group).reports
+        assert len({repr(each) for each in of_all(group, report.costs)}) == 1
+        costs.append({name: report.costs[name].duration_us for name in report.graph.collectives})
+    of_one, of_several = costs
+    assert of_one.keys() == of_several.keys()
+    estimates = price(report.graph, report.profile, interconnect_of(report.profile, "infiniband"))
+    assert all(of_several[name] == estimates[name].duration_us != of_one[name] for name in of_several)
+
+
 def a_candidate_that_one_process_cannot_build(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """None takes it, and the report names that process."""
     build = selection.build
@@ -964,6 +995,8 @@ IN_TWO: dict[str, Scenario] = {
         another_process_is_not_there,
         processes_that_measure_other_times_choose_the_same,
         costs_that_the_first_has_measured,
+        buckets_that_the_first_has_chosen,
+        collectives_between_machines,
         a_candidate_that_one_process_cannot_build,
         a_candidate_that_fails_between_collectives,
         kernels_that_one_process_cannot_make,

@@ -1,0 +1,119 @@
+"""Averages are written into a traced step as if they had been traced in their buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autostream
+from autostream.analysis.dependencies import analyze
+from autostream.analysis.effects import group_of
+from autostream.analysis.values import input_tensors
+from autostream.frontend import data_parallel
+from autostream.frontend.data_parallel import DataParallel
+from autostream.frontend.fake_processes import fake_processes
+from autostream.frontend.gradient_buckets import in_buckets
+from autostream.ir import Program
+from autostream.options import Options
+
+
+class Net(nn.Module):
+    """A convolution with channels last, a linear layer, and a complex weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.linear = nn.Linear(12, 4)
+        self.phases = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(self.convolution(x).flatten(1)) * self.phases).abs()
+
+
+def clipped(net: nn.Module) -> tuple[Any, tuple[Tensor, ...]]:
+    """A step that its user has written: averages are read, clipped in place, and seen as real numbers."""
+    adam = torch.optim.Adam(net.parameters(), lr=0.1)
+
+    @autostream.step(optimizers=[adam])
+    def step(x: Tensor) -> Tensor:
+        adam.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        adam.step()
+        return loss
+
+    return step, (torch.ones(5, 2, 4, 4),)
+
+
+def accumulated(net: nn.Module) -> tuple[Any, tuple[Tensor, ...]]:
+    """Two backwards, whose averages add up."""
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+    @autostream.step(optimizers=[sgd])
+    def step(x: Tensor) -> Tensor:
+        sgd.zero_grad()
+        for part in x.chunk(2):
+            net(part).mean().backward()
+        sgd.step()
+        return x.sum()
+
+    return step, (torch.ones(4, 2, 4, 4),)
+
+
+def trained(net: nn.Module) -> tuple[Any, tuple[Tensor, ...]]:
+    """A step that ``train_step`` writes."""
+    adamw = torch.optim.AdamW(net.parameters())
+    return autostream.train_step(net, adamw, nn.L1Loss(), max_norm=1.0), (torch.ones(5, 2, 4, 4), torch.ones(5, 4))
+
+
+def program_of(made: Callable[[nn.Module], tuple[Any, tuple[Tensor, ...]]]) -> Program:
+    step, batch = made(Net())
+    with fake_processes(2) as group:
+        found: Program = step.over(group).traced(batch, Options()).program
+        return found
+
+
+def shape_of(program: Program) -> object:
+    """The ops, what each reads and writes, and what has to come before it, all by number; and where values lie."""
+    graph = analyze(program)
+    number = {name: at for at, name in enumerate(graph.ops)}
+    storages = {name: at for at, name in enumerate(graph.storages)}
+    ops = [
+        (op.target, sorted(storages[at] for at in op.reads), sorted(storages[at] for at in op.writes), op.elements)
+        for op in graph.ops.values()
+    ]
+    hazards = sorted((number[each.before], number[each.after], each.hazard.value) for each in graph.dependencies)
+    nodes = {node.name: node for node in program.module.graph.nodes}
+    values = [
+        [(value.shape, value.stride(), value.storage_offset()) for value in input_tensors(nodes[name])]
+        for name in (*(name for op in graph.ops.values() for name in op.nodes), "output")
+    ]
+    return ops, hazards, values
+
+
+@pytest.mark.parametrize("size", [1, 64, 1 << 20])
+@pytest.mark.parametrize("made", [clipped, accumulated, trained])
+def test_a_step_is_the_same_as_if_traced_in_buckets(
+    monkeypatch: pytest.MonkeyPatch, made: Callable[[nn.Module], Any], size: int
+) -> None:
+    monkeypatch.setattr(data_parallel, "_SMALL_BUCKET", min(size, 64))
+    program = program_of(made)
+    assert not [node for node in program.module.graph.nodes if group_of(node)]
+    bucketed = in_buckets(program, size)
+
+    def traced(self: DataParallel, gradients: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
+        return self.averages(gradients, parameters, size)
+
+    monkeypatch.setattr(DataParallel, "in_graph", traced)
+    assert shape_of(bucketed) == shape_of(program_of(made))
+
+
+def test_a_program_without_averages_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, batch = trained(Net())
+    program = step.traced(batch, Options()).program
+    assert in_buckets(program, 1) is program
