@@ -8,7 +8,7 @@ the averages of each backward, until ``tuning/bucket_sizes.py`` knows how large 
 reduced as soon as its gradients are there, beside the rest of the backward.
 
 Buckets are like those of ``DistributedDataParallel``: in reverse order of parameters, the first of 1 MiB, others of 25
-MiB in an eager step. But the last 1 MiB, which nothing is left to hide, is a bucket of its own.
+MiB in an eager step. But the last 256 KiB, which nothing is left to hide, are a bucket of their own.
 All processes have to differentiate the same parameters in each backward.
 """
 
@@ -25,8 +25,11 @@ from torch import Tensor, nn
 from autostream.errors import TargetError
 from autostream.options import processes_started
 
-_SMALL_BUCKET = 1 << 20
-"""Bytes that fill the first bucket, so that sums begin early, and the last, so that they end soon."""
+_FIRST_BUCKET = 1 << 20
+"""Bytes that fill the first bucket, so that sums begin early."""
+
+_LAST_BUCKET = 1 << 18
+"""Bytes that fill the last, so that they end soon."""
 
 BUCKET = 25 << 20
 """Bytes that fill another one, as those of ``DistributedDataParallel``."""
@@ -158,15 +161,15 @@ def buckets(parameters: Sequence[Tensor], size: int = BUCKET) -> list[list[int]]
     last: dict[Any, int] = {}  # of the parameters that fill the last bucket, by kind
     before = dict.fromkeys(kinds, 0)
     for at, kind in enumerate(kinds):
-        if before[kind] < _SMALL_BUCKET:
+        if before[kind] < _LAST_BUCKET:
             last[kind] = at
         before[kind] += sizes[at]
     done: list[list[int]] = []
     filling: dict[Any, list[int]] = {kind: [] for kind in kinds}
-    filled, limits = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, _SMALL_BUCKET)
+    filled, limits = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, _FIRST_BUCKET)
     for at in reversed(range(len(parameters))):
         kind = kinds[at]
-        if filled[kind] >= (_SMALL_BUCKET if at == last[kind] else limits[kind]):
+        if filled[kind] >= (_LAST_BUCKET if at == last[kind] else limits[kind]):
             done.append(filling[kind])
             filling[kind], filled[kind], limits[kind] = [], 0, size
         filling[kind].append(at)

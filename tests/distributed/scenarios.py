@@ -717,7 +717,8 @@ def buckets_that_the_first_has_chosen(rank: int, processes: int, group: dist.Pro
         return 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_parallel, "_SMALL_BUCKET", 1)
+        patch.setattr(data_parallel, "_FIRST_BUCKET", 1)
+        patch.setattr(data_parallel, "_LAST_BUCKET", 1)
         patch.setattr(bucket_sizes, "best_size", chosen)
         assert_in_graphs(trained_as_ddp(rank, group, max_norm=0.1), collectives=8)
 

@@ -101,7 +101,8 @@ def shape_of(program: Program) -> object:
 def test_a_step_is_the_same_as_if_traced_in_buckets(
     monkeypatch: pytest.MonkeyPatch, made: Callable[[nn.Module], Any], size: int
 ) -> None:
-    monkeypatch.setattr(data_parallel, "_SMALL_BUCKET", min(size, 64))
+    for bucket in ("_FIRST_BUCKET", "_LAST_BUCKET"):
+        monkeypatch.setattr(data_parallel, bucket, min(size, 64))
     program = program_of(made)
     assert not [node for node in program.module.graph.nodes if group_of(node)]
     bucketed = in_buckets(program, size)
