@@ -143,8 +143,8 @@ ONLY_IN = [
             "frontend.attention_masks",
             "frontend.counters",
             "frontend.dropouts",
-            "frontend.gradient_buckets",
             "frontend.gradient_sums",
+            "frontend.reduction_buckets",
             "frontend.static_tensors",
             "frontend.steps",
             "dispatch.children",
@@ -162,7 +162,7 @@ ONLY_IN = [
         r"\bfx\.Graph\(|\.GraphModule\(",
         {
             *("dispatch.compiled_graph", "runtime.cutting", "runtime.lower", "dispatch.children"),
-            *("frontend.counters", "frontend.gradient_buckets", "frontend.static_tensors"),
+            *("frontend.counters", "frontend.reduction_buckets", "frontend.static_tensors"),
             *("fusion.collectives", "fusion.in_place_products", "fusion.kernel_json"),
         },
     ),

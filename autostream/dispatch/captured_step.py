@@ -22,9 +22,9 @@ from autostream.frontend.batches import detached
 from autostream.frontend.capture import Capture
 from autostream.frontend.data_parallel import replicas
 from autostream.frontend.eager_only import unusual_model
-from autostream.frontend.gradient_buckets import in_buckets
 from autostream.frontend.guards import FailedGuard
 from autostream.frontend.inputs import aliases_of, described
+from autostream.frontend.reduction_buckets import gathered, in_buckets
 from autostream.frontend.step_capture import capture_step
 from autostream.frontend.steps import Traced, trace_step
 from autostream.ir import DeviceProfile, Program, Role
@@ -140,7 +140,7 @@ class TracedStep:
     """A traced training step, to plan.
 
     Attributes:
-        program: of the step, whose averages have no buckets yet.
+        program: of the step, whose all-reduces have no buckets yet.
         arguments: of the program.
         name: of the step, for reports.
         label: describes its calls.
@@ -156,7 +156,7 @@ class TracedStep:
     def plan(
         self, options: Options, profile: DeviceProfile | None, link: Interconnect | None = None
     ) -> tuple[Program, Report]:
-        """A dry run: the program, with averages in buckets, and its schedules.
+        """A dry run: the program, with all-reduces in buckets, and its schedules.
 
         Args:
             options: how to schedule it.
@@ -206,4 +206,4 @@ def traced_step(
         captured, traced = trace(step, call, device)
         check_one_device(traced.program)
     arguments, label = traced.arguments(captured.tensors, call.updates), described(call.tensors, device)
-    return TracedStep(traced.program, arguments, step.name, label, stopwatch)
+    return TracedStep(gathered(traced.program), arguments, step.name, label, stopwatch)

@@ -1,54 +1,22 @@
 """Data parallelism: gradients averaged over a process group, in a graph as in an eager step.
 
-    gradients of one backward ──▶ buckets ──▶ one tensor each ──▶ all_reduce_ ──▶ wait_tensor ──▶ views: the averages
-
 They are averaged where a backward ends, as by ``DistributedDataParallel``, so clipping sees averages, and what several
-backwards add up is an average too. In an eager step ``dispatch/eager_averages.py`` does that. A graph has one op for
-the averages of each backward, until ``tuning/bucket_sizes.py`` knows how large buckets should be. Each bucket is
-reduced as soon as its gradients are there, beside the rest of the backward.
-
-Buckets are like those of ``DistributedDataParallel``: in reverse order of parameters, the first of 1 MiB, others of 25
-MiB in an eager step. But the last 256 KiB, which nothing is left to hide, are a bucket of their own.
-All processes have to differentiate the same parameters in each backward.
+backwards add up is an average too. In an eager step ``dispatch/eager_averages.py`` does that, in a graph an op stands
+after the gradients of each backward (``all_reduces.py``). Each bucket is reduced as soon as its gradients are there,
+beside the rest of the backward. All processes have to differentiate the same parameters in each backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from autostream.errors import TargetError
+from autostream.frontend.all_reduces import ALL_REDUCES, all_reduced
 from autostream.options import processes_started
-
-_FIRST_BUCKET = 1 << 20
-"""Bytes that fill the first bucket, so that sums begin early."""
-
-_LAST_BUCKET = 1 << 18
-"""Bytes that fill the last, so that they end soon."""
-
-BUCKET = 25 << 20
-"""Bytes that fill another one, as those of ``DistributedDataParallel``."""
-
-_LIBRARY = torch.library.Library("autostream", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "averages(Tensor[] gradients, Tensor[] parameters, str group, int processes, bool averages_itself) -> Tensor[]"
-)
-"""Stands for the averages of a backward in a graph; it is never run."""
-
-
-def _laid_out(gradients: Sequence[Tensor], parameters: Sequence[Tensor], *_: object) -> list[Tensor]:
-    pairs = zip(gradients, parameters, strict=True)
-    return [_like(gradient.new_empty(gradient.numel()), parameter) for gradient, parameter in pairs]
-
-
-torch.library.register_fake("autostream::averages", _laid_out)
-
-AVERAGES = torch.ops.autostream.averages.default
 
 
 @dataclass(frozen=True)
@@ -67,30 +35,22 @@ class DataParallel:
 
     def in_graph(self, gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
         """The same as :meth:`averages` in a graph that is traced, as one op whose buckets are chosen later."""
-        found: list[Tensor] = AVERAGES(gradients, parameters, self.group, self.processes, self.averages_itself)
+        found: list[Tensor] = ALL_REDUCES(gradients, parameters, *self._reduction)
         return found
 
-    def averages(self, gradients: Sequence[Tensor], parameters: Sequence[Tensor], size: int = BUCKET) -> list[Tensor]:
+    def averages(self, gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
         """The averages of gradients over all processes, laid out like their parameters, in new memory.
 
         Args:
             gradients: of this process.
             parameters: of each gradient.
-            size: of buckets, as for :func:`buckets`.
         """
-        filled, sums = buckets(parameters, size), []
-        for bucket in filled:
-            flat = torch.cat([_flat(gradients[at], parameters[at]) for at in bucket])
-            if not self.averages_itself:
-                # A term is divided before it is added, as DistributedDataParallel does: sums of float16 might overflow.
-                flat.mul_(1.0 / self.processes)
-            reduction = "avg" if self.averages_itself else "sum"
-            sums.append(torch.ops._c10d_functional.all_reduce_(flat, reduction, self.group))
-        found: dict[int, Tensor] = {}
-        for bucket, summed in zip(filled, sums, strict=True):
-            parts = torch.ops._c10d_functional.wait_tensor(summed).split([parameters[at].numel() for at in bucket])
-            found |= {at: _like(part, parameters[at]) for at, part in zip(bucket, parts, strict=True)}
-        return [found[at] for at in range(len(gradients))]
+        return all_reduced(gradients, parameters, *self._reduction)
+
+    @property
+    def _reduction(self) -> tuple[str, float, str]:
+        # A term is divided before it is added, as DistributedDataParallel does: sums of float16 might overflow.
+        return ("avg", 1.0, self.group) if self.averages_itself else ("sum", 1.0 / self.processes, self.group)
 
 
 NOT_OF_A_BACKWARD = (
@@ -138,59 +98,3 @@ def share(group: dist.ProcessGroup, tensors: Iterable[Tensor]) -> None:
     """Give all processes of a group the tensors of its first."""
     for tensor in tensors:
         dist.broadcast(tensor.detach(), group=group, group_src=0)
-
-
-def buckets(parameters: Sequence[Tensor], size: int = BUCKET) -> list[list[int]]:
-    """The positions of the parameters whose gradients are averaged together, the last parameters first.
-
-    Args:
-        parameters: in the order in which a forward uses them, as a rule.
-        size: bytes that fill a bucket between the first and the last.
-
-    Example:
-        >>> small, large = torch.empty(8), torch.empty(1 << 20)
-        >>> buckets([small, large, small, small.double(), small])
-        [[3], [4, 2, 1], [0]]
-        >>> buckets([small, large, large, large, large, small])
-        [[5, 4], [3, 2], [1, 0]]
-        >>> buckets([small, large, large, large, large, small], 4 << 20)
-        [[5, 4], [3], [2], [1, 0]]
-    """
-    kinds = [(parameter.dtype, parameter.device) for parameter in parameters]
-    sizes = [parameter.numel() * parameter.itemsize for parameter in parameters]
-    last: dict[Any, int] = {}  # of the parameters that fill the last bucket, by kind
-    before = dict.fromkeys(kinds, 0)
-    for at, kind in enumerate(kinds):
-        if before[kind] < _LAST_BUCKET:
-            last[kind] = at
-        before[kind] += sizes[at]
-    done: list[list[int]] = []
-    filling: dict[Any, list[int]] = {kind: [] for kind in kinds}
-    filled, limits = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, _FIRST_BUCKET)
-    for at in reversed(range(len(parameters))):
-        kind = kinds[at]
-        if filled[kind] >= (_LAST_BUCKET if at == last[kind] else limits[kind]):
-            done.append(filling[kind])
-            filling[kind], filled[kind], limits[kind] = [], 0, size
-        filling[kind].append(at)
-        filled[kind] += sizes[at]
-    done += filter(None, filling.values())
-    return sorted(done, key=lambda bucket: -bucket[-1])  # as they fill
-
-
-def _dimensions(tensor: Tensor) -> list[int]:
-    """The dimensions in the order in which they lie in memory, the longest stride first."""
-    strides = tensor.stride()
-    return sorted(range(tensor.dim()), key=lambda at: -strides[at])
-
-
-def _flat(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The elements of a gradient in the order of its parameter's memory."""
-    return gradient.permute(_dimensions(parameter)).reshape(-1)
-
-
-def _like(flat: Tensor, parameter: Tensor) -> Tensor:
-    """Elements in the order of a parameter's memory as a tensor of its shape."""
-    order = _dimensions(parameter)
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return flat.view([parameter.size(at) for at in order]).permute(back)

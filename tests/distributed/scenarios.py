@@ -32,7 +32,9 @@ from autostream.costs.device import profile_named
 from autostream.costs.interconnects import interconnect_of
 from autostream.costs.roofline import price
 from autostream.errors import CaptureError, FusionError, GroupError, TargetError
-from autostream.frontend import data_parallel
+from autostream.frontend import all_reduces
+from autostream.frontend.all_reduces import BUCKET
+from autostream.frontend.reduction_buckets import gathered, in_buckets
 from autostream.fusion import inductor
 from autostream.ir import Assignment, Program, Role
 from autostream.options import Options
@@ -231,7 +233,7 @@ def two_optimizers_as_ddp(rank: int, processes: int, group: dist.ProcessGroup) -
 
 
 def reductions_of_the_user(rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    """Reductions that the step itself has in it, in a group that is not the default one."""
+    """Reductions that the step itself has in it, in a group that is not the default one: they are one."""
     model = nn.Linear(4, 2).double()
     nn.init.constant_(model.weight, 0.5)
     nn.init.constant_(model.bias, 0.0)
@@ -258,8 +260,42 @@ def reductions_of_the_user(rank: int, processes: int, group: dist.ProcessGroup) 
         x = torch.full((3, 4), 1.0 + rank + count, dtype=torch.float64)
         torch.testing.assert_close(step(x), eager(x).detach(), rtol=1e-12, atol=1e-12)
         assert_alike(model, other)
-    assert_in_graphs(step, collectives=2)
+    assert_in_graphs(step, collectives=1)
     assert_no_copies(step)
+
+
+def reductions_that_one_process_cannot_join(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """It changes each gradient just before its reduction: all reduce them one by one, as written."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.5)
+    other = copy.deepcopy(model)
+
+    def written(net: nn.Module) -> tuple[Callable[..., None], torch.optim.Optimizer]:
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def update(x: Tensor) -> None:
+            net(x).square().mean().backward()
+            for parameter in net.parameters():
+                if rank == 1:
+                    parameter.grad.mul_(2.0)
+                dist.all_reduce(parameter.grad, group=group)
+            sgd.step()
+            sgd.zero_grad()
+
+        return update, sgd
+
+    update, sgd = written(model)
+    step = autostream.step(optimizers=[sgd], **STREAMED)(update)
+    eager, _ = written(other)
+    for count in range(3):
+        x = torch.full((3, 4), 1.0 + rank + count, dtype=torch.float64)
+        step(x)
+        eager(x)
+        assert_alike(model, other)
+    (report,) = step.reports
+    assert report.mode == "plain"
+    assert "on rank 1" in report.refusals[0].reason
 
 
 def _squares(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
@@ -717,8 +753,8 @@ def buckets_that_the_first_has_chosen(rank: int, processes: int, group: dist.Pro
         return 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_parallel, "_FIRST_BUCKET", 1)
-        patch.setattr(data_parallel, "_LAST_BUCKET", 1)
+        patch.setattr(all_reduces, "_FIRST_BUCKET", 1)
+        patch.setattr(all_reduces, "_LAST_BUCKET", 1)
         patch.setattr(bucket_sizes, "best_size", chosen)
         assert_in_graphs(trained_as_ddp(rank, group, max_norm=0.1), collectives=8)
 
@@ -896,17 +932,19 @@ def scheduled_stages_as_the_whole_model(rank: int, processes: int, group: dist.P
 
 
 def random_programs(rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    """Each is what it is one op after another, by every policy, with waits anywhere.
+    """Each is what it is one op after another, by every policy, with waits anywhere, all-reduces joined in buckets.
 
     Over two groups, both processes have the same schedule; over one, each has any other, which must not matter.
     """
-    groups = [group.group_name, dist.new_group().group_name]
+    groups, joined = [group.group_name, dist.new_group().group_name], 0
     for seed in range(100):
         over_two = seed % 2 == 0
         case, graph_inputs = _program(random.Random(seed), processes, groups if over_two else groups[:1])
-        program = case.program
         inputs = [torch.full_like(torch.empty(each.shape), 1.0 + rank + at) for at, each in enumerate(graph_inputs)]
-        expected = program.module(*[each.clone() for each in inputs])
+        expected = case.program.module(*[each.clone() for each in inputs])
+        program = gathered(case.program)
+        joined += program is not case.program
+        program = in_buckets(program, 1 if seed % 3 else BUCKET)
         graph = analyze(program)
         profile = profile_named("h200")
         for name in POLICIES if seed % 10 == 0 else ("critical_path", "path_cover"):
@@ -925,6 +963,7 @@ def random_programs(rank: int, processes: int, group: dist.ProcessGroup) -> None
             for one, another in zip(found, expected, strict=True):
                 assert isinstance(one, Tensor)
                 torch.testing.assert_close(one, another, msg=lambda text: f"seed {seed}, {name}: {text}")  # noqa: B023
+    assert joined > 30
 
 
 def _program(random: random.Random, processes: int, groups: list[str]) -> tuple[Any, list[Tensor]]:
@@ -983,6 +1022,7 @@ IN_TWO: dict[str, Scenario] = {
         steps_that_no_graph_holds_as_ddp,
         two_optimizers_as_ddp,
         reductions_of_the_user,
+        reductions_that_one_process_cannot_join,
         ddp_inside_runs_as_written,
         what_data_parallel_does_not_take,
         gradients_that_no_backward_computed,

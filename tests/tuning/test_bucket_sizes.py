@@ -13,7 +13,7 @@ import autostream
 from autostream.costs.device import profile_named
 from autostream.costs.interconnects import Interconnect, Protocol
 from autostream.dispatch.captured_step import TracedStep
-from autostream.frontend.data_parallel import BUCKET
+from autostream.frontend.all_reduces import BUCKET
 from autostream.frontend.fake_processes import fake_processes
 from autostream.options import Options
 from autostream.tuning import bucket_sizes

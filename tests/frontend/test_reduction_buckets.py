@@ -1,4 +1,4 @@
-"""Averages are written into a traced step as if they had been traced in their buckets."""
+"""All-reduces are joined where that delays none, and written into a traced step as if traced in their buckets."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import autostream
 from autostream.analysis.dependencies import analyze
 from autostream.analysis.effects import group_of
 from autostream.analysis.values import input_tensors
-from autostream.frontend import data_parallel
+from autostream.frontend import all_reduces
+from autostream.frontend.all_reduces import ALL_REDUCES
 from autostream.frontend.data_parallel import DataParallel
 from autostream.frontend.fake_processes import fake_processes
-from autostream.frontend.gradient_buckets import in_buckets
+from autostream.frontend.reduction_buckets import gathered, in_buckets
 from autostream.ir import Program
 from autostream.options import Options
+from tests.analysis.programs import Tape, aten
+
+c10d = torch.ops._c10d_functional
 
 
 class Net(nn.Module):
@@ -102,19 +106,79 @@ def test_a_step_is_the_same_as_if_traced_in_buckets(
     monkeypatch: pytest.MonkeyPatch, made: Callable[[nn.Module], Any], size: int
 ) -> None:
     for bucket in ("_FIRST_BUCKET", "_LAST_BUCKET"):
-        monkeypatch.setattr(data_parallel, bucket, min(size, 64))
+        monkeypatch.setattr(all_reduces, bucket, min(size, 64))
     program = program_of(made)
     assert not [node for node in program.module.graph.nodes if group_of(node)]
     bucketed = in_buckets(program, size)
 
     def traced(self: DataParallel, gradients: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
-        return self.averages(gradients, parameters, size)
+        return all_reduces.all_reduced(gradients, parameters, *self._reduction, size)
 
     monkeypatch.setattr(DataParallel, "in_graph", traced)
     assert shape_of(bucketed) == shape_of(program_of(made))
 
 
-def test_a_program_without_averages_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_without_all_reduces_stays() -> None:
     step, batch = trained(Net())
     program = step.traced(batch, Options()).program
     assert in_buckets(program, 1) is program
+    assert gathered(program) is program
+
+
+def reduced(tape: Tape, source: fx.Node, reduction: str = "sum", group: str = "0") -> fx.Node:
+    """An all-reduce that is waited for at once."""
+    return tape.call(c10d.wait_tensor.default, tape.call(c10d.all_reduce.default, source, reduction, group))
+
+
+def sizes_of(tape: Tape, *outputs: fx.Node) -> list[int]:
+    """How many tensors each op for all-reduces takes; 1 for an all-reduce that is not joined."""
+    program = gathered(tape.case(list(outputs)).program)
+    kinds = {ALL_REDUCES: lambda node: len(node.args[0]), c10d.all_reduce.default: lambda node: 1}
+    return [kinds[node.target](node) for node in program.module.graph.nodes if node.target in kinds]
+
+
+def test_all_reduces_of_what_is_there_are_one() -> None:
+    """Inputs a, b, c ─▶ their sums ─▶ each scaled."""
+    tape = Tape()
+    inputs = [tape.input(4), tape.input(2, 3), tape.input(3, 2)]
+    outputs = [tape.call(aten.mul.Tensor, reduced(tape, each), 0.5) for each in inputs]
+    assert sizes_of(tape, *outputs) == [3]
+
+
+def test_what_is_computed_later_does_not_delay_what_is_there() -> None:
+    """Inputs a, b ─▶ their sums; the sum of a ─▶ sin ─▶ its sum, which that of c joins."""
+    tape = Tape()
+    a, b, c = tape.input(4), tape.input(4), tape.input(4)
+    first, second = reduced(tape, a), reduced(tape, b)
+    later = reduced(tape, tape.call(aten.sin.default, first))
+    assert sizes_of(tape, second, later, reduced(tape, c)) == [2, 2]
+
+
+def test_what_is_written_meanwhile_is_not_joined() -> None:
+    tape = Tape()
+    a, b = tape.call(aten.sin.default, tape.input(4)), tape.call(aten.cos.default, tape.input(4))
+    first = reduced(tape, a)
+    tape.call(aten.mul_.Tensor, b, 2.0)
+    assert sizes_of(tape, first, reduced(tape, b)) == [1, 1]
+
+
+def test_other_reductions_and_groups_are_not_joined() -> None:
+    tape = Tape()
+    a, b, c = tape.input(4), tape.input(4), tape.input(4)
+    outputs = [reduced(tape, a), reduced(tape, b, "max"), reduced(tape, c, group="1"), reduced(tape, b)]
+    assert sizes_of(tape, *outputs) == [2, 1, 1]
+
+
+def test_what_two_ops_wait_for_is_not_joined() -> None:
+    tape = Tape()
+    a, b = tape.input(4), tape.input(4)
+    started = tape.call(c10d.all_reduce.default, a, "sum", "0")
+    waits = [tape.call(c10d.wait_tensor.default, started) for _ in range(2)]
+    assert sizes_of(tape, *waits, reduced(tape, b)) == [1, 1]
+
+
+def test_a_result_laid_out_otherwise_is_not_joined() -> None:
+    """An expanded tensor is copied before it is reduced, and the copy has other strides."""
+    tape = Tape()
+    expanded = tape.call(aten.expand.default, tape.input(1, 3), [4, 3])
+    assert sizes_of(tape, reduced(tape, expanded), reduced(tape, tape.input(4))) == [1, 1]

@@ -1,0 +1,123 @@
+"""All-reduces of several tensors, in buckets.
+
+    tensors ──▶ buckets ──▶ one tensor each ──▶ all_reduce_ ──▶ wait_tensor ──▶ views: the results
+
+Buckets are like those of ``DistributedDataParallel``: the last tensors come first, as gradients do; 1 MiB at first,
+then 25 MiB in an eager step. But the last 256 KiB, which nothing is left to hide, are a bucket of their own. A traced
+graph has one op for all tensors, until ``tuning/bucket_sizes.py`` knows how large its buckets should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FIRST_BUCKET = 1 << 20
+"""Bytes that fill the first bucket, so that sums begin early."""
+
+_LAST_BUCKET = 1 << 18
+"""Bytes that fill the last, so that they end soon."""
+
+BUCKET = 25 << 20
+"""Bytes that fill another one, as those of ``DistributedDataParallel``."""
+
+_LIBRARY = torch.library.Library("autostream", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "all_reduces(Tensor[] tensors, Tensor[] like, str reduction, float scale, str group) -> Tensor[]"
+)
+"""Stands for :func:`all_reduced` in a graph; it is never run."""
+
+
+def _empty(tensors: Sequence[Tensor], like: Sequence[Tensor], *_: object) -> list[Tensor]:
+    pairs = zip(tensors, like, strict=True)
+    return [_like(tensor.new_empty(tensor.numel()), other) for tensor, other in pairs]
+
+
+torch.library.register_fake("autostream::all_reduces", _empty)
+
+ALL_REDUCES = torch.ops.autostream.all_reduces.default
+
+
+def all_reduced(
+    tensors: Sequence[Tensor], like: Sequence[Tensor], reduction: str, scale: float, group: str, size: int = BUCKET
+) -> list[Tensor]:
+    """The reductions of tensors over a process group, in new memory.
+
+    Args:
+        tensors: of this process.
+        like: for each, a tensor as which the result is laid out.
+        reduction: of the group's backend, such as ``"sum"``.
+        scale: what a term is multiplied by before.
+        group: its name.
+        size: of buckets, as for :func:`buckets`.
+    """
+    filled, started = buckets(like, size), []
+    for bucket in filled:
+        flat = torch.cat([_flat(tensors[at], like[at]) for at in bucket])
+        if scale != 1.0:
+            flat.mul_(scale)
+        started.append(torch.ops._c10d_functional.all_reduce_(flat, reduction, group))
+    found: dict[int, Tensor] = {}
+    for bucket, flat in zip(filled, started, strict=True):
+        parts = torch.ops._c10d_functional.wait_tensor(flat).split([like[at].numel() for at in bucket])
+        found |= {at: _like(part, like[at]) for at, part in zip(bucket, parts, strict=True)}
+    return [found[at] for at in range(len(tensors))]
+
+
+def buckets(tensors: Sequence[Tensor], size: int = BUCKET) -> list[list[int]]:
+    """The positions of the tensors that are reduced together, the last tensors first.
+
+    Args:
+        tensors: gradients in the order in which a forward uses their parameters, as a rule.
+        size: bytes that fill a bucket between the first and the last.
+
+    Example:
+        >>> small, large = torch.empty(8), torch.empty(1 << 20)
+        >>> buckets([small, large, small, small.double(), small])
+        [[3], [4, 2, 1], [0]]
+        >>> buckets([small, large, large, large, large, small])
+        [[5, 4], [3, 2], [1, 0]]
+        >>> buckets([small, large, large, large, large, small], 4 << 20)
+        [[5, 4], [3], [2], [1, 0]]
+    """
+    kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
+    sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
+    last: dict[Any, int] = {}  # of the tensors that fill the last bucket, by kind
+    before = dict.fromkeys(kinds, 0)
+    for at, kind in enumerate(kinds):
+        if before[kind] < _LAST_BUCKET:
+            last[kind] = at
+        before[kind] += sizes[at]
+    done: list[list[int]] = []
+    filling: dict[Any, list[int]] = {kind: [] for kind in kinds}
+    filled, limits = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, _FIRST_BUCKET)
+    for at in reversed(range(len(tensors))):
+        kind = kinds[at]
+        if filled[kind] >= (_LAST_BUCKET if at == last[kind] else limits[kind]):
+            done.append(filling[kind])
+            filling[kind], filled[kind], limits[kind] = [], 0, size
+        filling[kind].append(at)
+        filled[kind] += sizes[at]
+    done += filter(None, filling.values())
+    return sorted(done, key=lambda bucket: -bucket[-1])  # as they fill
+
+
+def _dimensions(tensor: Tensor) -> list[int]:
+    """The dimensions in the order in which they lie in memory, the longest stride first."""
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda at: -strides[at])
+
+
+def _flat(tensor: Tensor, like: Tensor) -> Tensor:
+    """The elements of a tensor in the order of the other's memory."""
+    return tensor.permute(_dimensions(like)).reshape(-1)
+
+
+def _like(flat: Tensor, like: Tensor) -> Tensor:
+    """Elements in the order of a tensor's memory as a tensor of its shape."""
+    order = _dimensions(like)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return flat.view([like.size(at) for at in order]).permute(back)

@@ -1,0 +1,178 @@
+"""All-reduces of a traced program: joined where that delays none, and written in buckets.
+
+    all_reduce(a), wait_tensor, all_reduce(b), wait_tensor ──gathered──▶ all_reduces(a, b)
+    all_reduces(a, b) ──in_buckets──▶ for each bucket: cat ──▶ all_reduce_ ──▶ wait_tensor ──▶ split, views
+
+What uses the results stays as it is, but for the memory that they lie in: fake values move to that of the bucket.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map_only
+
+from autostream.analysis.effects import effects_of
+from autostream.analysis.values import nodes_in, storages_in, value_of
+from autostream.frontend.all_reduces import ALL_REDUCES, all_reduced, buckets
+from autostream.frontend.dynamo import compile_lock
+from autostream.ir import Program
+from autostream.utils.operators import is_unknown
+from autostream.utils.storages import byte_offset, layout_of, storage_of
+
+_ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def gathered(program: Program) -> Program:
+    """The same program, with all-reduces whose inputs are there when the first of them begins as one op.
+
+    So are those of a step that sums up its gradients after the backward: ``for p in parameters: all_reduce(p.grad)``.
+
+    Args:
+        program: of ATen ops; it stays as it is, and is returned if no all-reduces can be joined.
+    """
+    runs = [run for run in _runs(program.module.graph) if len(run) > 1]
+    if not runs:
+        return program
+    graph = copy.deepcopy(program.module.graph)
+    copies = {node.name: node for node in graph.nodes}
+    for run in runs:
+        _join(graph, [copies[node.name] for node in run])
+    return _with_graph(program, graph)
+
+
+def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
+    """All-reduces of one kind, of each of which the input is there, and not written any more, when the first begins."""
+    if len(graph.find_nodes(op="call_function", target=_ALL_REDUCE)) < 2:
+        return []
+    place = {node: at for at, node in enumerate(graph.nodes)}
+    runs: list[list[fx.Node]] = []
+    latest: dict[object, tuple[list[fx.Node], set[int]]] = {}
+    """For each kind, the run, and the storages that were written since it began."""
+    for node in place:
+        if _can_be_joined(node):
+            source, *kind = node.args
+            run, written = latest.get(repr(kind), ([], set()))
+            if run and place[source] < place[run[0]] and written.isdisjoint(storages_in(value_of(source))):
+                run.append(node)
+            else:
+                runs.append([node])
+                latest[repr(kind)] = runs[-1], set()
+        for changed in effects_of(node).writes:
+            for _, written in latest.values():
+                written |= storages_in(value_of(changed))
+    return runs
+
+
+def _can_be_joined(node: fx.Node) -> bool:
+    """Whether a node is an all-reduce for which one op waits, and whose result is laid out like its input."""
+    if node.target is not _ALL_REDUCE or [user.target for user in node.users] != [_WAIT]:
+        return False
+    given, result = value_of(node.all_input_nodes[0]), value_of(node)
+    if any(map(is_unknown, (*given.shape, *given.stride()))):
+        return False
+    (like,) = ALL_REDUCES([given], [given], "sum", 1.0, "")
+    return layout_of(like) == layout_of(result)
+
+
+def _join(graph: fx.Graph, run: Sequence[fx.Node]) -> None:
+    """Replace all-reduces, and the waits for them, by one op at the place of the first."""
+    first, sources = run[0], [node.args[0] for node in run]
+    waits = [next(iter(node.users)) for node in run]
+    with graph.inserting_before(first):
+        joined = graph.call_function(ALL_REDUCES, (sources, sources, first.args[1], 1.0, first.args[2]))
+        results = [graph.call_function(operator.getitem, (joined, at)) for at in range(len(run))]
+    joined.meta = {**first.meta, "val": [*map(value_of, waits)]}
+    for node, wait, result in zip(run, waits, results, strict=True):
+        result.meta = {**wait.meta}
+        wait.replace_all_uses_with(result)
+        graph.erase_node(wait)
+        graph.erase_node(node)
+
+
+def _with_graph(program: Program, graph: fx.Graph) -> Program:
+    outputs = tuple(node.name for node in nodes_in(graph.output_node().args[0]))
+    return replace(program, module=fx.GraphModule(program.module, graph), outputs=outputs)
+
+
+def summands(program: Program) -> list[str]:
+    """What a program reduces, in order, in words: all processes have to do the same."""
+    return [
+        f"{node.args[2]} of a tensor of {tuple(tensor.shape)} and {tensor.dtype}"
+        for node in program.module.graph.find_nodes(op="call_function", target=ALL_REDUCES)
+        for tensor in map(value_of, nodes_in(node.args[1]))
+    ]
+
+
+def bucketing(program: Program, size: int) -> list[list[list[int]]]:
+    """The buckets of each op for all-reduces of a program, by :func:`~.all_reduces.buckets`."""
+    nodes = program.module.graph.find_nodes(op="call_function", target=ALL_REDUCES)
+    return [buckets([*map(value_of, nodes_in(node.args[1]))], size) for node in nodes]
+
+
+def in_buckets(program: Program, size: int) -> Program:
+    """The same program, with buckets in place of each op for all-reduces.
+
+    Args:
+        program: of ATen ops; it stays as it is, and is returned if it has none of them.
+        size: of the buckets, in bytes, as for :func:`~.all_reduces.buckets`.
+    """
+    if not program.module.graph.find_nodes(op="call_function", target=ALL_REDUCES):
+        return program
+    graph = copy.deepcopy(program.module.graph)
+    for node in graph.find_nodes(op="call_function", target=ALL_REDUCES):
+        _write(graph, node, size)
+    return _with_graph(program, graph)
+
+
+def _write(graph: fx.Graph, joined: fx.Node, size: int) -> None:
+    """Replace an op for all-reduces by the ops of its buckets."""
+    args: Any = joined.args
+    tensors, like, reduction, scale, group = args
+    sources = [*tensors, *like]
+
+    def run(*values: Tensor) -> list[Tensor]:
+        return all_reduced(values[: len(tensors)], values[len(tensors) :], reduction, scale, group, size)
+
+    with compile_lock(), torch.no_grad():
+        traced = make_fx(run)(*map(value_of, sources)).graph
+    copies = dict(zip(traced.find_nodes(op="placeholder"), sources, strict=True))
+    with graph.inserting_before(joined):
+        results: Any = graph.graph_copy(traced, copies)
+    for node in traced.nodes:
+        if node.op == "call_function":
+            copies[node].meta = {**joined.meta, **node.meta}
+    places: dict[int, Tensor] = {}
+    for user in [*joined.users]:
+        assert user.target is operator.getitem
+        result = results[user.args[1]]
+        places[storage_of(value_of(user))] = value_of(result)
+        user.replace_all_uses_with(result)
+        graph.erase_node(user)
+    graph.erase_node(joined)
+    for node in graph.nodes:
+        if places.keys() & storages_in(value_of(node)):
+            node.meta["val"] = tree_map_only(Tensor, lambda value: _moved(value, places), value_of(node))
+
+
+def _moved(value: Tensor, places: dict[int, Tensor]) -> Tensor:
+    """A fake value in the memory of a bucket, if it lay in that of a result.
+
+    Args:
+        value: which may be a view, also as another type.
+        places: the result in its bucket, by its storage before.
+    """
+    place = places.get(storage_of(value))
+    if place is None:
+        return value
+    whole = place.as_strided([place.untyped_storage().nbytes() // place.itemsize], [1], 0).view(value.dtype)
+    return whole.as_strided(value.shape, value.stride(), (byte_offset(place) + byte_offset(value)) // value.itemsize)
