@@ -10,6 +10,7 @@ graph has one op for all tensors, until ``tuning/bucket_sizes.py`` knows how lar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -93,12 +94,13 @@ def buckets(tensors: Sequence[Tensor], size: int = BUCKET) -> list[list[int]]:
         before[kind] += sizes[at]
     done: list[list[int]] = []
     filling: dict[Any, list[int]] = {kind: [] for kind in kinds}
-    filled, limits = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, _FIRST_BUCKET)
+    filled = dict.fromkeys(kinds, 0)
+    limits: dict[Any, float] = dict.fromkeys(kinds, _FIRST_BUCKET)
     for at in reversed(range(len(tensors))):
         kind = kinds[at]
         if filled[kind] >= (_LAST_BUCKET if at == last[kind] else limits[kind]):
             done.append(filling[kind])
-            filling[kind], filled[kind], limits[kind] = [], 0, size
+            filling[kind], filled[kind], limits[kind] = [], 0, inf if at == last[kind] else size
         filling[kind].append(at)
         filled[kind] += sizes[at]
     done += filter(None, filling.values())
