@@ -103,7 +103,7 @@ def buckets(tensors: Sequence[Tensor], size: int = BUCKET) -> list[list[int]]:
             filling[kind], filled[kind], limits[kind] = [], 0, inf if at == last[kind] else size
         filling[kind].append(at)
         filled[kind] += sizes[at]
-    done += filter(None, filling.values())
+    done += [bucket for bucket in filling.values() if bucket]
     return sorted(done, key=lambda bucket: -bucket[-1])  # as they fill
 
 
