@@ -3,7 +3,7 @@
 step ──over one process────▶ trace ──▶ plan ──▶ time alone ─────────────╮
 step ──over N processes────▶ trace ──▶ plan for each interconnect ──────┴▶ step, exposed, efficiency
 
-All have the same memory.
+The step alone has as much memory as one of many.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.distributed import ProcessGroup
 from autostream.costs.interconnects import LOOPBACK, NAMES, Interconnect, interconnect_of
 from autostream.costs.this_device import profile_here
 from autostream.dispatch.step_functions import StepFunction
-from autostream.ir import Costs, DeviceProfile, Limit, OpGraph
+from autostream.ir import DeviceProfile, Limit
 from autostream.options import Options
 from autostream.reporting.explanation import ERRORS, spread_of
 from autostream.reporting.report import Report
 from autostream.reporting.scaling import Scaled, Scaling
-from autostream.scheduling.communication import exposed_us
+from autostream.scheduling.communication import exposed_us, with_collectives
 from autostream.scheduling.policies.sequential import one_stream
 from autostream.scheduling.simulate import run_us, simulate
 from autostream.training import TrainStep
@@ -78,7 +78,7 @@ def _alone_us(report: Report) -> float:
     assert report.graph is not None
     assert report.chosen is not None
     assert report.profile is not None
-    costs = _communicating(report.costs, report.graph, 0.0)
+    costs = with_collectives(report.costs, report.graph, 0.0)
     return run_us(report.chosen.schedule, costs, report.profile, captured=report.chosen.captured)
 
 
@@ -96,7 +96,7 @@ def _run(link: Interconnect, report: Report, alone_us: float) -> Scaled:
     schedule, captured = chosen.schedule, chosen.captured
     spread = spread_of(chosen, one_stream(graph), costs, profile)
     steps_us = [
-        run_us(schedule, _communicating(costs, graph, times), profile, captured=captured)
+        run_us(schedule, with_collectives(costs, graph, times), profile, captured=captured)
         for times in (1.0, 1 + ERRORS["roofline"], 1 - ERRORS["roofline"])
     ]
     efficiencies = [alone_us / step_us for step_us in steps_us]
@@ -114,11 +114,3 @@ def _run(link: Interconnect, report: Report, alone_us: float) -> Scaled:
             (each.predicted_us for each in report.candidates if each.limit is Limit.BUDGET), default=steps_us[0]
         ),
     )
-
-
-def _communicating(costs: Costs, graph: OpGraph, times: float) -> Costs:
-    """The costs, with collectives that take so many times as long."""
-    return {
-        name: replace(cost, duration_us=cost.duration_us * times) if name in graph.collectives else cost
-        for name, cost in costs.items()
-    }

@@ -31,7 +31,7 @@ from autostream.ir import DeviceProfile, Program, Role
 from autostream.options import Options
 from autostream.pipeline import check_one_device, check_plannable, device_of, plan_program
 from autostream.reporting.report import Report
-from autostream.tuning.bucket_sizes import best_size, in_best_buckets
+from autostream.tuning.bucket_sizes import TRIED, best_of_tried, in_best_buckets
 from autostream.utils.stopwatch import Stopwatch
 
 
@@ -59,8 +59,8 @@ class CapturedStep:
         inputs, self._body = captured.tensors, step.body
         stays = [placeholder.role is not Role.INPUT for placeholder in self.traced.program.placeholders]
         arguments, label = self.traced.arguments(inputs, call.updates), Label(step.name, described(call.tensors))
-        program = in_best_buckets(self.traced.program, context.options, stopwatch)
-        self.scheduled = ScheduledProgram(program, arguments, stays, label, context, stopwatch)
+        program, notes = in_best_buckets(self.traced.program, context.options, stopwatch)
+        self.scheduled = ScheduledProgram(program, arguments, stays, label, context, stopwatch, notes)
         self._alike = _layouts_of(inputs)
         self.captured = replace(captured, tensors=(), changed=())
         self._outputs = outputs = list[Any]()
@@ -163,9 +163,11 @@ class TracedStep:
             profile: the device that the step was traced for.
             link: what processes communicate over; by default, what the device has.
         """
-        program = in_buckets(self.program, best_size(self.program, options, profile, link))
+        at, notes = best_of_tried(self.program, options, profile, link)
+        program = in_buckets(self.program, TRIED[at])
         known = self.arguments, self.name, self.label, options, profile, self.stopwatch, link
-        return program, plan_program(program, *known)
+        report = plan_program(program, *known)
+        return program, replace(report, refusals=(*notes, *report.refusals))
 
 
 def traced_step(

@@ -31,6 +31,7 @@ from autostream.runtime.restore import Restore, undone
 from autostream.runtime.runs import without_autocast
 from autostream.runtime.static_inputs import Output
 from autostream.runtime.writes import Frozen, Writes
+from autostream.store import Notes
 from autostream.tuning.budget import budget_of
 from autostream.tuning.recapture import CopyNote, by_address, captured_into_pool
 from autostream.tuning.select import Execution, detached, may_fail, repeatable, written
@@ -90,6 +91,7 @@ class ScheduledProgram:
         label: for reports.
         context: of the model.
         stopwatch: has the time that tracing took.
+        notes: what was decided before, for reports.
 
     Attributes:
         program: with the kernels that run.
@@ -109,7 +111,9 @@ class ScheduledProgram:
         label: Label,
         context: ModelContext,
         stopwatch: Stopwatch,
+        notes: Notes = (),
     ) -> None:
+        self._notes = notes
         options, make_section = context.options, context.make_section
         with preparing:
             self._bound = _bound_arguments(program, arguments, stays)
@@ -192,7 +196,7 @@ class ScheduledProgram:
     def report(self) -> Report:
         """The schedule that was chosen, and why."""
         report = self._report()
-        return replace(report, refusals=(*report.refusals, *self._copies.refusals))
+        return replace(report, refusals=(*self._notes, *report.refusals, *self._copies.refusals))
 
     def undone(self, arguments: Sequence[Tensor]) -> AbstractContextManager[Restore]:
         """Restore what runs inside write of these arguments, and the random generators (:func:`undone`)."""

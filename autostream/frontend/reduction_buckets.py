@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from autostream.analysis.effects import effects_of
 from autostream.analysis.values import nodes_in, storages_in, value_of
-from autostream.frontend.all_reduces import ALL_REDUCES, all_reduced, buckets
+from autostream.frontend.all_reduces import ALL_REDUCES, Sizes, all_reduced, buckets
 from autostream.frontend.dynamo import compile_lock
 from autostream.ir import Program
 from autostream.utils.operators import is_unknown
@@ -113,35 +113,35 @@ def summands(program: Program) -> list[str]:
     ]
 
 
-def bucketing(program: Program, size: int) -> list[list[list[int]]]:
+def bucketing(program: Program, sizes: Sizes) -> list[list[list[int]]]:
     """The buckets of each op for all-reduces of a program, by :func:`~.all_reduces.buckets`."""
     nodes = program.module.graph.find_nodes(op="call_function", target=ALL_REDUCES)
-    return [buckets([*map(value_of, nodes_in(node.args[1]))], size) for node in nodes]
+    return [buckets([*map(value_of, nodes_in(node.args[1]))], sizes) for node in nodes]
 
 
-def in_buckets(program: Program, size: int) -> Program:
+def in_buckets(program: Program, sizes: Sizes) -> Program:
     """The same program, with buckets in place of each op for all-reduces.
 
     Args:
         program: of ATen ops; it stays as it is, and is returned if it has none of them.
-        size: of the buckets, in bytes, as for :func:`~.all_reduces.buckets`.
+        sizes: of the buckets.
     """
     if not program.module.graph.find_nodes(op="call_function", target=ALL_REDUCES):
         return program
     graph = copy.deepcopy(program.module.graph)
     for node in graph.find_nodes(op="call_function", target=ALL_REDUCES):
-        _write(graph, node, size)
+        _write(graph, node, sizes)
     return _with_graph(program, graph)
 
 
-def _write(graph: fx.Graph, joined: fx.Node, size: int) -> None:
+def _write(graph: fx.Graph, joined: fx.Node, sizes: Sizes) -> None:
     """Replace an op for all-reduces by the ops of its buckets."""
     args: Any = joined.args
     tensors, like, reduction, scale, group = args
     sources = [*tensors, *like]
 
     def run(*values: Tensor) -> list[Tensor]:
-        return all_reduced(values[: len(tensors)], values[len(tensors) :], reduction, scale, group, size)
+        return all_reduced(values[: len(tensors)], values[len(tensors) :], reduction, scale, group, sizes)
 
     with compile_lock(), torch.no_grad():
         traced = make_fx(run)(*map(value_of, sources)).graph

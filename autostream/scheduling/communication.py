@@ -10,10 +10,10 @@ its result. (NCCL runs its kernels on a stream of its own anyway; the stream tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from autostream.ir import OpGraph, Timeline
+from autostream.ir import Costs, OpGraph, Timeline
 
 
 def collectives(graph: OpGraph, streams: int, pinned: Set[str]) -> frozenset[str]:
@@ -51,6 +51,14 @@ def exposed_us(timeline: Timeline, graph: OpGraph) -> float:
         for kind in (False, True)
     )
     return uncovered_us(communicating, computing)
+
+
+def with_collectives(costs: Costs, graph: OpGraph, times: float) -> Costs:
+    """The costs, with collectives that take so many times as long."""
+    return {
+        name: replace(cost, duration_us=cost.duration_us * times) if name in graph.collectives else cost
+        for name, cost in costs.items()
+    }
 
 
 def uncovered_us(intervals: Iterable[tuple[float, float]], others: Iterable[tuple[float, float]]) -> float:

@@ -73,7 +73,7 @@ def price_program(
     def priced() -> tuple[DeviceProfile, Costs, Notes]:
         known, notes = (profile, ()) if profile else profile_here(program.device)
         with collector.paused():
-            estimates = price(graph, known, link or link_between(machines, known))
+            estimates = price(graph, known, link or link_between(machines, graph.device, known))
         if tensors is None or not _measures(options, graph):
             return known, estimates, notes
         budget_s = min(MEASURE_SHARE * options.tuning_seconds, stopwatch.left(options))
@@ -83,21 +83,29 @@ def price_program(
 
     if peers.group:
         agree_on(graph, graph.ops)
-    machines = machines_of(peers)
+    machines = peers.each("the machines of its processes", platform.node)
     with stopwatch("price"):
         known, costs, notes = peers.first("what its ops cost", priced, tuple[DeviceProfile, Costs, Notes])
     refusals = () if graph.device == "cpu" else capture_refusals(graph)
     return Priced(graph, known, costs, refusals, tuple(dict.fromkeys(notes)))
 
 
-def machines_of(peers: Peers) -> list[str]:
-    """The name of the machine of each of these processes, all of which have to call this."""
-    return peers.each("its machine", platform.node)
+def link_between(machines: Sequence[str], device: str, profile: DeviceProfile) -> Interconnect | None:
+    """What joins the devices of processes; ``None`` for what is assumed of devices of one machine.
 
+    Args:
+        machines: the name of the machine that each process runs on.
+        device: of each process.
+        profile: of the device.
 
-def link_between(machines: Sequence[str], profile: DeviceProfile) -> Interconnect | None:
-    """What joins processes on these machines; ``None`` for what joins devices of one machine."""
-    return interconnect_of(profile, "infiniband") if len(set(machines)) > 1 else None
+    Example:
+        >>> from autostream.costs.device import profile_named
+        >>> link_between(["first", "second"], "cuda:0", profile_named("h200")).name
+        'infiniband'
+    """
+    if device == "cpu" or len(set(machines)) == 1:
+        return None
+    return interconnect_of(profile, "infiniband")
 
 
 def _measures(options: Options, graph: OpGraph) -> bool:

@@ -6,7 +6,6 @@ import copy
 import itertools
 import operator
 import os
-import platform
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,14 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 import autostream
 from autostream.analysis.dependencies import analyze
 from autostream.costs.device import profile_named
-from autostream.costs.interconnects import interconnect_of
 from autostream.costs.roofline import price
-from autostream.errors import CaptureError, FusionError, GroupError, TargetError
-from autostream.frontend import all_reduces
-from autostream.frontend.all_reduces import BUCKET
+from autostream.errors import CaptureError, FusionError, GroupError, ScheduleError, TargetError
+from autostream.frontend.all_reduces import USUAL, Sizes
 from autostream.frontend.reduction_buckets import gathered, in_buckets
 from autostream.fusion import inductor
-from autostream.ir import Assignment, Program, Role
+from autostream.ir import Assignment, Decision, Program, Role
 from autostream.options import Options
 from autostream.runtime.emulator import ThreadedProgram
 from autostream.runtime.lower import lower
@@ -746,32 +743,31 @@ def costs_that_the_first_has_measured(rank: int, processes: int, group: dist.Pro
 
 
 def buckets_that_the_first_has_chosen(rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    """They are those of all, here one for each gradient; the others do not even look for a size."""
+    """They are those of all, here one for each gradient; the others do not even look for sizes."""
 
-    def chosen(*_: object) -> int:
+    def chosen(*_: object) -> tuple[int, tuple[Decision, ...]]:
         assert rank == 0
-        return 1
+        return 1, (Decision("", "buckets", "as small as can be"),)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(all_reduces, "_FIRST_BUCKET", 1)
-        patch.setattr(all_reduces, "_LAST_BUCKET", 1)
-        patch.setattr(bucket_sizes, "best_size", chosen)
-        assert_in_graphs(trained_as_ddp(rank, group, max_norm=0.1), collectives=8)
+        patch.setattr(bucket_sizes, "TRIED", (USUAL, Sizes(1, 1, 1)))
+        patch.setattr(bucket_sizes, "best_of_tried", chosen)
+        step = trained_as_ddp(rank, group, max_norm=0.1)
+    assert_in_graphs(step, collectives=8)
+    assert [refusal.reason for refusal in step.reports[0].refusals] == ["as small as can be"]
 
 
-def collectives_between_machines(rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    """They are priced as over a network."""
-    costs = []
-    for machine in ("this", f"machine {rank}"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(platform, "node", lambda: machine)  # noqa: B023
-            (report,) = trained_as_ddp(rank, group).reports
-        assert len({repr(each) for each in of_all(group, report.costs)}) == 1
-        costs.append({name: report.costs[name].duration_us for name in report.graph.collectives})
-    of_one, of_several = costs
-    assert of_one.keys() == of_several.keys()
-    estimates = price(report.graph, report.profile, interconnect_of(report.profile, "infiniband"))
-    assert all(of_several[name] == estimates[name].duration_us != of_one[name] for name in of_several)
+def buckets_that_cannot_be_planned(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """The usual ones are used, and the report says why."""
+
+    def fails(*_: object) -> tuple[int, tuple[Decision, ...]]:
+        raise ScheduleError("a schedule of theirs is wrong")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket_sizes, "best_of_tried", fails)
+        step = trained_as_ddp(rank, group)
+    assert_in_graphs(step, collectives=2)
+    assert "a schedule of theirs is wrong" in step.reports[0].refusals[0].reason
 
 
 def a_candidate_that_one_process_cannot_build(rank: int, processes: int, group: dist.ProcessGroup) -> None:
@@ -944,7 +940,7 @@ def random_programs(rank: int, processes: int, group: dist.ProcessGroup) -> None
         expected = case.program.module(*[each.clone() for each in inputs])
         program = gathered(case.program)
         joined += program is not case.program
-        program = in_buckets(program, 1 if seed % 3 else BUCKET)
+        program = in_buckets(program, Sizes(1, 1, 1) if seed % 3 else USUAL)
         graph = analyze(program)
         profile = profile_named("h200")
         for name in POLICIES if seed % 10 == 0 else ("critical_path", "path_cover"):
@@ -1037,7 +1033,7 @@ IN_TWO: dict[str, Scenario] = {
         processes_that_measure_other_times_choose_the_same,
         costs_that_the_first_has_measured,
         buckets_that_the_first_has_chosen,
-        collectives_between_machines,
+        buckets_that_cannot_be_planned,
         a_candidate_that_one_process_cannot_build,
         a_candidate_that_fails_between_collectives,
         kernels_that_one_process_cannot_make,

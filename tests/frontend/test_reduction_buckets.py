@@ -14,7 +14,7 @@ from autostream.analysis.dependencies import analyze
 from autostream.analysis.effects import group_of
 from autostream.analysis.values import input_tensors
 from autostream.frontend import all_reduces
-from autostream.frontend.all_reduces import ALL_REDUCES
+from autostream.frontend.all_reduces import ALL_REDUCES, USUAL, Sizes
 from autostream.frontend.data_parallel import DataParallel
 from autostream.frontend.fake_processes import fake_processes
 from autostream.frontend.reduction_buckets import gathered, in_buckets
@@ -105,14 +105,13 @@ def shape_of(program: Program) -> object:
 def test_a_step_is_the_same_as_if_traced_in_buckets(
     monkeypatch: pytest.MonkeyPatch, made: Callable[[nn.Module], Any], size: int
 ) -> None:
-    for bucket in ("_FIRST_BUCKET", "_LAST_BUCKET"):
-        monkeypatch.setattr(all_reduces, bucket, min(size, 64))
+    sizes = Sizes(min(size, 64), size, min(size, 64))
     program = program_of(made)
     assert not [node for node in program.module.graph.nodes if group_of(node)]
-    bucketed = in_buckets(program, size)
+    bucketed = in_buckets(program, sizes)
 
     def traced(self: DataParallel, gradients: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
-        return all_reduces.all_reduced(gradients, parameters, *self._reduction, size)
+        return all_reduces.all_reduced(gradients, parameters, *self._reduction, sizes)
 
     monkeypatch.setattr(DataParallel, "in_graph", traced)
     assert shape_of(bucketed) == shape_of(program_of(made))
@@ -121,7 +120,7 @@ def test_a_step_is_the_same_as_if_traced_in_buckets(
 def test_a_program_without_all_reduces_stays() -> None:
     step, batch = trained(Net())
     program = step.traced(batch, Options()).program
-    assert in_buckets(program, 1) is program
+    assert in_buckets(program, USUAL) is program
     assert gathered(program) is program
 
 
