@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -72,14 +72,17 @@ def price_program(
 
     def priced() -> tuple[DeviceProfile, Costs, Notes]:
         known, notes = (profile, ()) if profile else profile_here(program.device)
-        with collector.paused():
-            estimates = price(graph, known, link or link_between(machines, graph.device, known))
-        if tensors is None or not _measures(options, graph):
-            return known, estimates, notes
-        budget_s = min(MEASURE_SHARE * options.tuning_seconds, stopwatch.left(options))
-        costs, faults = costs_here(program, graph, known, tensors, budget_s)
-        communicating = {name: estimates[name] for name in graph.collectives}  # nothing times them
-        return known, {**costs, **communicating}, (*notes, *faults)
+        costs: Costs = {}
+        estimated: Iterable[str] = graph.ops
+        if tensors is not None and _measures(options, graph):
+            budget_s = min(MEASURE_SHARE * options.tuning_seconds, stopwatch.left(options))
+            costs, faults = costs_here(program, graph, known, tensors, budget_s)
+            notes, estimated = (*notes, *faults), graph.collectives  # nothing times them
+        if estimated:
+            with collector.paused():
+                estimates = price(graph, known, link or link_between(machines, graph.device, known))
+            costs = {**costs, **{name: estimates[name] for name in estimated}}
+        return known, costs, notes
 
     if peers.group:
         agree_on(graph, graph.ops)
