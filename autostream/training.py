@@ -256,7 +256,7 @@ _CLOSURES = (
 
 def _in_words(tensor: Tensor) -> str:
     trained = "trained" if tensor.requires_grad else "not trained"
-    return f"a tensor of {tuple(tensor.shape)} and {tensor.dtype}, {trained}"
+    return f"a tensor of {tuple(tensor.shape)} and {tensor.dtype}, {trained}, with strides {tensor.stride()}"
 
 
 _EAGER_OPTIMIZER = "the optimizer runs as it is"

@@ -30,12 +30,15 @@ from autostream.utils.storages import byte_offset, layout_of, storage_of
 
 _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_BY_OFFSET, _OFFSET = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.default), 3
+"""Ops that count from the beginning of a storage, and the place of that number among their arguments."""
 
 
 def gathered(program: Program) -> Program:
     """The same program, with all-reduces whose inputs are there when the first of them begins as one op.
 
     So are those of a step that sums up its gradients after the backward: ``for p in parameters: all_reduce(p.grad)``.
+    Results that are returned, seen as views, or written are left alone: they have memory of their own.
 
     Args:
         program: of ATen ops; it stays as it is, and is returned if no all-reduces can be joined.
@@ -50,9 +53,19 @@ def gathered(program: Program) -> Program:
     return _with_graph(program, graph)
 
 
+def joinable(program: Program) -> list[list[int]]:
+    """Which all-reduces of a program can be joined, by their number among all of them."""
+    numbers = {node: at for at, node in enumerate(_all_reduces(program.module.graph))}
+    return [[numbers[node] for node in run] for run in _runs(program.module.graph) if len(run) > 1]
+
+
+def _all_reduces(graph: fx.Graph) -> Sequence[fx.Node]:
+    return [*graph.find_nodes(op="call_function", target=_ALL_REDUCE)]
+
+
 def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
     """All-reduces of one kind, of each of which the input is there, and not written any more, when the first begins."""
-    if len(graph.find_nodes(op="call_function", target=_ALL_REDUCE)) < 2:
+    if len(_all_reduces(graph)) < 2:
         return []
     place = {node: at for at, node in enumerate(graph.nodes)}
     runs: list[list[fx.Node]] = []
@@ -74,14 +87,24 @@ def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _can_be_joined(node: fx.Node) -> bool:
-    """Whether a node is an all-reduce for which one op waits, and whose result is laid out like its input."""
+    """Whether a node is an all-reduce whose result is only read, and laid out like its input."""
     if node.target is not _ALL_REDUCE or [user.target for user in node.users] != [_WAIT]:
+        return False
+    (wait,) = node.users
+    if not all(_only_reads(user, wait) for user in wait.users):
         return False
     given, result = value_of(node.all_input_nodes[0]), value_of(node)
     if any(map(is_unknown, (*given.shape, *given.stride()))):
         return False
     (like,) = ALL_REDUCES([given], [given], "sum", 1.0, "")
     return layout_of(like) == layout_of(result)
+
+
+def _only_reads(user: fx.Node, value: fx.Node) -> bool:
+    """Whether a user of a value neither writes nor returns it, or a view of it."""
+    effects = effects_of(user)
+    own = storages_in(value_of(user)).isdisjoint(storages_in(value_of(value)))
+    return user.op == "call_function" and own and value not in (*effects.writes, *effects.aliases)
 
 
 def _join(graph: fx.Graph, run: Sequence[fx.Node]) -> None:
@@ -151,11 +174,15 @@ def _write(graph: fx.Graph, joined: fx.Node, sizes: Sizes) -> None:
     for node in traced.nodes:
         if node.op == "call_function":
             copies[node].meta = {**joined.meta, **node.meta}
-    places: dict[int, Tensor] = {}
-    for user in [*joined.users]:
+    moved = {user: results[user.args[1]] for user in joined.users}
+    places = {storage_of(value_of(user)): value_of(result) for user, result in moved.items()}
+    for node in graph.nodes:
+        if node.target in _BY_OFFSET and isinstance((*node.args, None, None)[_OFFSET], int):
+            given = value_of(node.all_input_nodes[0])
+            if (place := places.get(storage_of(given))) is not None:
+                node.update_arg(_OFFSET, node.args[_OFFSET] + byte_offset(place) // given.itemsize)
+    for user, result in moved.items():
         assert user.target is operator.getitem
-        result = results[user.args[1]]
-        places[storage_of(value_of(user))] = value_of(result)
         user.replace_all_uses_with(result)
         graph.erase_node(user)
     graph.erase_node(joined)

@@ -19,7 +19,7 @@ from autostream.costs.interconnects import Interconnect
 from autostream.costs.this_device import profile_here
 from autostream.errors import GroupError, first_line
 from autostream.frontend.all_reduces import USUAL, Sizes
-from autostream.frontend.reduction_buckets import bucketing, gathered, in_buckets, summands
+from autostream.frontend.reduction_buckets import bucketing, gathered, in_buckets, joinable, summands
 from autostream.ir import Decision, DeviceProfile, Program
 from autostream.options import Options
 from autostream.scheduling.communication import with_collectives
@@ -69,7 +69,7 @@ def in_best_buckets(program: Program, options: Options, stopwatch: Stopwatch) ->
         return program, ()
     with stopwatch("search"):
         agree(peers.group, summands(program) or [_WHAT])
-        told = peers.each(_WHAT, lambda: [platform.node(), *summands(joined)])
+        told = peers.each(_WHAT, lambda: [platform.node(), *map(str, joinable(program)), *summands(joined)])
         if len({tuple(sums) for _, *sums in told}) > 1:  # not all can join them
             return in_buckets(program, USUAL), ()
 

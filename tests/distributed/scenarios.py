@@ -295,6 +295,36 @@ def reductions_that_one_process_cannot_join(rank: int, processes: int, group: di
     assert "on rank 1" in report.refusals[0].reason
 
 
+def reductions_that_are_joined_otherwise_elsewhere(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Each process changes another gradient in between, so each could join others: the numbers are right."""
+    weights = [nn.Parameter(torch.full((4,), 1.0 + at, dtype=torch.float64)) for at in range(6)]
+    others = copy.deepcopy(weights)
+
+    def written(given: list[nn.Parameter]) -> tuple[Callable[..., None], torch.optim.Optimizer]:
+        sgd = torch.optim.SGD(given, lr=0.1)
+
+        def update(x: Tensor) -> None:
+            sum((each * x).square().sum() for each in given).backward()
+            for at, each in enumerate(given):
+                dist.all_reduce(each.grad, group=group)
+                if at == 0:
+                    given[2 + 2 * rank].grad.mul_(2.0)
+            sgd.step()
+            sgd.zero_grad()
+
+        return update, sgd
+
+    update, sgd = written(weights)
+    step = autostream.step(optimizers=[sgd], **STREAMED)(update)
+    eager, _ = written(others)
+    for count in range(3):
+        x = torch.full((4,), 0.1 + rank + count, dtype=torch.float64)
+        step(x)
+        eager(x)
+        for one, another in zip(weights, others, strict=True):
+            torch.testing.assert_close(one, another, rtol=1e-12, atol=1e-12)
+
+
 def _squares(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
     """A step of a model, or of one in a slot."""
 
@@ -419,8 +449,15 @@ def other_collectives_are_refused(rank: int, processes: int, group: dist.Process
         autostream.train_step(
             wrong := nn.Linear(4 + rank, 2), torch.optim.SGD(wrong.parameters()), nn.MSELoss(), data_parallel=group
         )
+    turned = nn.Linear(4, 4)
+    if rank == 1:
+        turned.weight.data = turned.weight.data.t()
+    with pytest.raises(GroupError, match=r"with strides \(4, 1\) on rank 0 and .*, with strides \(1, 4\) on rank 1"):
+        autostream.train_step(turned, torch.optim.SGD(turned.parameters()), nn.MSELoss(), data_parallel=group)
     model.weight.requires_grad_(rank == 0)  # the first step, which is eager, would average other gradients
-    with pytest.raises(GroupError, match=r"number 1 is a tensor .* trained on rank 0 and .*, not trained on rank 1"):
+    with pytest.raises(
+        GroupError, match=r"number 1 is a tensor .* trained, .* on rank 0 and .*, not trained, .* on rank 1"
+    ):
         autostream.train_step(model, sgd, nn.MSELoss(), data_parallel=group)
 
 
@@ -1005,7 +1042,7 @@ def _program(random: random.Random, processes: int, groups: list[str]) -> tuple[
             wait(random.randrange(len(pending)))
     while pending:
         wait(0)
-    return tape.case(values[3:]), inputs
+    return tape.case([tape.call(aten.neg.default, value) for value in values[3:]]), inputs
 
 
 IN_TWO: dict[str, Scenario] = {
@@ -1019,6 +1056,7 @@ IN_TWO: dict[str, Scenario] = {
         two_optimizers_as_ddp,
         reductions_of_the_user,
         reductions_that_one_process_cannot_join,
+        reductions_that_are_joined_otherwise_elsewhere,
         ddp_inside_runs_as_written,
         what_data_parallel_does_not_take,
         gradients_that_no_backward_computed,

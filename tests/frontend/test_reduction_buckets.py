@@ -17,7 +17,7 @@ from autostream.frontend import all_reduces
 from autostream.frontend.all_reduces import ALL_REDUCES, USUAL, Sizes
 from autostream.frontend.data_parallel import DataParallel
 from autostream.frontend.fake_processes import fake_processes
-from autostream.frontend.reduction_buckets import gathered, in_buckets
+from autostream.frontend.reduction_buckets import gathered, in_buckets, joinable
 from autostream.ir import Program
 from autostream.options import Options
 from tests.analysis.programs import Tape, aten
@@ -117,6 +117,27 @@ def test_a_step_is_the_same_as_if_traced_in_buckets(
     assert shape_of(bucketed) == shape_of(program_of(made))
 
 
+def test_memory_that_is_addressed_is_that_of_the_average() -> None:
+    """An offset counts from the beginning of a storage: of the average's own as written, of its bucket here."""
+    net = Net()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    @autostream.step(optimizers=[sgd])
+    def step(x: Tensor) -> list[Tensor]:
+        sgd.zero_grad()
+        net(x).square().mean().backward()
+        found = [each.grad.as_strided((1,), (1,), 0) + 0 for each in net.parameters() if each.grad is not None]
+        sgd.step()
+        return found
+
+    with fake_processes(2) as group:
+        program = in_buckets(step.over(group).traced((torch.ones(5, 2, 4, 4),), Options()).program, USUAL)
+    nodes = program.module.graph.find_nodes(op="call_function", target=aten.as_strided.default)
+    offsets = [input_tensors(node)[0].storage_offset() for node in nodes]
+    assert [node.args[3] for node in nodes] == offsets
+    assert len(set(offsets)) > 3
+
+
 def test_a_program_without_all_reduces_stays() -> None:
     step, batch = trained(Net())
     program = step.traced(batch, Options()).program
@@ -125,7 +146,11 @@ def test_a_program_without_all_reduces_stays() -> None:
 
 
 def reduced(tape: Tape, source: fx.Node, reduction: str = "sum", group: str = "0") -> fx.Node:
-    """An all-reduce that is waited for at once."""
+    """An all-reduce that is waited for at once, and read."""
+    return tape.call(aten.neg.default, result_of(tape, source, reduction, group))
+
+
+def result_of(tape: Tape, source: fx.Node, reduction: str = "sum", group: str = "0") -> fx.Node:
     return tape.call(c10d.wait_tensor.default, tape.call(c10d.all_reduce.default, source, reduction, group))
 
 
@@ -168,11 +193,35 @@ def test_other_reductions_and_groups_are_not_joined() -> None:
     assert sizes_of(tape, *outputs) == [2, 1, 1]
 
 
+def test_results_that_are_returned_seen_as_views_or_written_keep_their_memory() -> None:
+    """A view may need an aligned address, and a returned one would keep the whole bucket alive."""
+    tape = Tape()
+    inputs = [tape.input(4) for _ in range(5)]
+    returned, viewed, written = (result_of(tape, each) for each in inputs[:3])
+    view = tape.call(aten.neg.default, tape.call(aten.view.default, viewed, [2, 2]))
+    tape.call(aten.mul_.Tensor, written, 2.0)
+    outputs = [reduced(tape, each) for each in inputs[3:]]
+    assert sizes_of(tape, returned, view, written, *outputs) == [1, 1, 1, 2]
+
+
+def test_processes_compare_what_they_join_by_its_number() -> None:
+    """Of four all-reduces of alike tensors, one is of what is computed late."""
+    found = []
+    for late in (1, 2):
+        tape = Tape()
+        inputs = [tape.input(4) for _ in range(4)]
+        outputs = []
+        for at, each in enumerate(inputs):
+            outputs.append(reduced(tape, tape.call(aten.sin.default, outputs[-1]) if at == late else each))
+        found.append(joinable(tape.case(outputs).program))
+    assert found == [[[1, 2, 3]], [[0, 1], [2, 3]]]
+
+
 def test_what_two_ops_wait_for_is_not_joined() -> None:
     tape = Tape()
     a, b = tape.input(4), tape.input(4)
     started = tape.call(c10d.all_reduce.default, a, "sum", "0")
-    waits = [tape.call(c10d.wait_tensor.default, started) for _ in range(2)]
+    waits = [tape.call(aten.neg.default, tape.call(c10d.wait_tensor.default, started)) for _ in range(2)]
     assert sizes_of(tape, *waits, reduced(tape, b)) == [1, 1]
 
 
