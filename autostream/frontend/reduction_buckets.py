@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives
+import torch.distributed as dist
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
@@ -28,8 +28,6 @@ from autostream.ir import Program
 from autostream.utils.operators import is_unknown
 from autostream.utils.storages import byte_offset, layout_of, storage_of
 
-_ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _BY_OFFSET, _OFFSET = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.default), 3
 """Ops that count from the beginning of a storage, and the place of that number among their arguments."""
 
@@ -60,19 +58,22 @@ def joinable(program: Program) -> list[list[int]]:
 
 
 def _all_reduces(graph: fx.Graph) -> Sequence[fx.Node]:
-    return [*graph.find_nodes(op="call_function", target=_ALL_REDUCE)]
+    if not dist.is_available():  # PyTorch may be built without it
+        return ()
+    return [*graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce.default)]
 
 
 def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
     """All-reduces of one kind, of each of which the input is there, and not written any more, when the first begins."""
-    if len(_all_reduces(graph)) < 2:
+    candidates = set(filter(_can_be_joined, _all_reduces(graph)))
+    if len(candidates) < 2:
         return []
     place = {node: at for at, node in enumerate(graph.nodes)}
     runs: list[list[fx.Node]] = []
     latest: dict[object, tuple[list[fx.Node], set[int]]] = {}
     """For each kind, the run, and the storages that were written since it began."""
     for node in place:
-        if _can_be_joined(node):
+        if node in candidates:
             source, *kind = node.args
             run, written = latest.get(repr(kind), ([], set()))
             if run and place[source] < place[run[0]] and written.isdisjoint(storages_in(value_of(source))):
@@ -87,8 +88,8 @@ def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _can_be_joined(node: fx.Node) -> bool:
-    """Whether a node is an all-reduce whose result is only read, and laid out like its input."""
-    if node.target is not _ALL_REDUCE or [user.target for user in node.users] != [_WAIT]:
+    """Whether the result of an all-reduce is only read, and laid out like its input."""
+    if [user.target for user in node.users] != [torch.ops._c10d_functional.wait_tensor.default]:
         return False
     (wait,) = node.users
     if not all(_only_reads(user, wait) for user in wait.users):
