@@ -261,42 +261,8 @@ def reductions_of_the_user(rank: int, processes: int, group: dist.ProcessGroup) 
     assert_no_copies(step)
 
 
-def reductions_that_one_process_cannot_join(rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    """It changes each gradient just before its reduction: all reduce them one by one, as written."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, 0.5)
-    other = copy.deepcopy(model)
-
-    def written(net: nn.Module) -> tuple[Callable[..., None], torch.optim.Optimizer]:
-        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-
-        def update(x: Tensor) -> None:
-            net(x).square().mean().backward()
-            for parameter in net.parameters():
-                if rank == 1:
-                    parameter.grad.mul_(2.0)
-                dist.all_reduce(parameter.grad, group=group)
-            sgd.step()
-            sgd.zero_grad()
-
-        return update, sgd
-
-    update, sgd = written(model)
-    step = autostream.step(optimizers=[sgd], **STREAMED)(update)
-    eager, _ = written(other)
-    for count in range(3):
-        x = torch.full((3, 4), 1.0 + rank + count, dtype=torch.float64)
-        step(x)
-        eager(x)
-        assert_alike(model, other)
-    (report,) = step.reports
-    assert report.mode == "plain"
-    assert "on rank 1" in report.refusals[0].reason
-
-
-def reductions_that_are_joined_otherwise_elsewhere(rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    """Each process changes another gradient in between, so each could join others: the numbers are right."""
+def reduced_one_by_one(rank: int, group: dist.ProcessGroup, change: Callable[[list[nn.Parameter], int], None]) -> Any:
+    """A step that reduces six gradients, and changes some before each, which has run beside the eager one."""
     weights = [nn.Parameter(torch.full((4,), 1.0 + at, dtype=torch.float64)) for at in range(6)]
     others = copy.deepcopy(weights)
 
@@ -306,9 +272,8 @@ def reductions_that_are_joined_otherwise_elsewhere(rank: int, processes: int, gr
         def update(x: Tensor) -> None:
             sum((each * x).square().sum() for each in given).backward()
             for at, each in enumerate(given):
+                change(given, at)
                 dist.all_reduce(each.grad, group=group)
-                if at == 0:
-                    given[2 + 2 * rank].grad.mul_(2.0)
             sgd.step()
             sgd.zero_grad()
 
@@ -323,6 +288,29 @@ def reductions_that_are_joined_otherwise_elsewhere(rank: int, processes: int, gr
         eager(x)
         for one, another in zip(weights, others, strict=True):
             torch.testing.assert_close(one, another, rtol=1e-12, atol=1e-12)
+    return step
+
+
+def reductions_that_one_process_cannot_join(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """It changes each gradient just before its reduction: all reduce them one by one, as written."""
+
+    def change(given: list[nn.Parameter], at: int) -> None:
+        if rank == 1:
+            given[at].grad.mul_(2.0)
+
+    (report,) = reduced_one_by_one(rank, group, change).reports
+    assert report.mode == "plain"
+    assert "on rank 1" in report.refusals[0].reason
+
+
+def reductions_that_are_joined_otherwise_elsewhere(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Each process changes another gradient in between, so each could join others: the numbers are right."""
+
+    def change(given: list[nn.Parameter], at: int) -> None:
+        if at == 1:
+            given[2 + 2 * rank].grad.mul_(2.0)
+
+    reduced_one_by_one(rank, group, change)
 
 
 def _squares(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
