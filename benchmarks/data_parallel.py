@@ -4,9 +4,10 @@
     torchrun --nproc-per-node 2 -m benchmarks.data_parallel --out benchmarks/results/latest
 
 `alone` is the step without collectives on one GPU, `any_memory` the step without a memory budget, and `all_reduce` are
-the sums of all its buckets, one after another with nothing beside them. Sums are `exposed` while no other kernel runs:
-the share of the time of NCCL's kernels, in profiled replays, of the process where it is largest. What a step takes more
-than alone, (autostream - alone) / all_reduce, is `added`: sums that are hidden slow down what runs beside them.
+its sums by NCCL, 25 MiB at a time, with nothing beside them. Sums are `exposed` while no other kernel runs: the share
+of the time in which NCCL's kernels or copies between GPUs run, in profiled replays, of the process where it is largest.
+What a step takes more than alone, (autostream - alone) / all_reduce, is `added`: sums that are hidden slow down what
+runs beside them.
 In a group of one, autostream / alone says what NCCL costs. All processes run each mode equally often, in interleaved
 rounds; a round takes as long as on the slowest of them.
 """
@@ -30,6 +31,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch.nn.parallel import DistributedDataParallel
 
+from autostream.costs.collectives import copies_by_engine
 from autostream.errors import first_line
 from autostream.explaining import reports_of
 from autostream.ir import OpGraph
@@ -83,9 +85,15 @@ def ddp_compiled(subject: TrainingSubject, group: dist.ProcessGroup) -> Callable
 
 
 def all_reduce(graph: OpGraph, group: dist.ProcessGroup) -> Callable[..., object]:
-    """The sums of a step's buckets alone, given its ops."""
+    """The sums of a step alone, by NCCL, given its ops: all of its gradients of a type, at most 25 MiB at a time."""
+    flat: list[torch.Tensor] = []
     sums = [graph.ops[name] for name in graph.ops if name in graph.collectives]
-    flat = [torch.zeros(each.elements, dtype=getattr(torch, each.dtype), device=graph.device) for each in sums]
+    for name in sorted({each.dtype for each in sums}):
+        dtype = getattr(torch, name)
+        counts = [each.elements // (each.processes if copies_by_engine(each) else 1) for each in sums]
+        total = sum(count for count, each in zip(counts, sums, strict=True) if each.dtype == name)
+        whole = torch.zeros(total, dtype=dtype, device=graph.device)
+        flat += whole.split((25 << 20) // dtype.itemsize)  # type: ignore[no-untyped-call]
 
     def run(*_: object) -> None:
         for work in [dist.all_reduce(each, group=group, async_op=True) for each in flat]:
@@ -182,7 +190,7 @@ class Sums(NamedTuple):
     Attributes:
         share: of their time in which no other kernel runs.
         exposed_us: that time, µs.
-        us: in which NCCL's kernels run, µs; 0 without such kernels.
+        us: in which kernels communicate, µs; 0 without such kernels.
     """
 
     share: float
@@ -191,7 +199,7 @@ class Sums(NamedTuple):
 
 
 def sums_of(runs: Sequence[Sequence[Kernel]]) -> Sums:
-    """The time of NCCL's kernels in the replays of a step.
+    """The time of communication in the replays of a step.
 
     Example:
         >>> product, updates = Kernel(("gemm",), 1, 0.0, 6.0), Kernel(("adamw",), 1, 9.0, 12.0)
@@ -201,14 +209,19 @@ def sums_of(runs: Sequence[Sequence[Kernel]]) -> Sums:
     communicating_us = exposed_us = 0.0
     for run in runs:
         sums, others = (
-            [(each.start_us, each.end_us) for each in run if str(each.key[0]).startswith("nccl") == kind]
-            for kind in (True, False)
+            [(each.start_us, each.end_us) for each in run if _communicates(each) == kind] for kind in (True, False)
         )
         communicating_us += uncovered_us(sums, [])
         exposed_us += uncovered_us(sums, others)
     if not communicating_us:
         return Sums(0.0, 0.0, 0.0)
     return Sums(exposed_us / communicating_us, exposed_us / len(runs), communicating_us / len(runs))
+
+
+def _communicates(kernel: Kernel) -> bool:
+    """Whether it is one of NCCL's, a copy from another device, or waits for other processes before and after one."""
+    name = str(kernel.key[0])
+    return name.startswith(("nccl", "Memcpy PtoP")) or "barrier_kernel" in name
 
 
 def added_share(us: Mapping[str, float]) -> float | None:

@@ -198,7 +198,7 @@ def group_of(node: fx.Node) -> str:
         >>> group_of(graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "0")))
         '0'
     """
-    if not isinstance(node.target, OpOverload) or node.target.namespace not in _COLLECTIVES:
+    if not isinstance(node.target, OpOverload) or node.target.namespace not in {*_COLLECTIVES, "autostream"}:
         return ""
     group = bound_arguments(node, node.target).get("group_name", "")
     return str(getattr(group, "group_name", group))
@@ -275,8 +275,7 @@ def _taken_by_collective(wait: fx.Node) -> tuple[fx.Node, ...]:
 def _orders(node: fx.Node, target: OpOverload, arguments: dict[str, Any], writes: bool) -> frozenset[str]:
     if target._schema.name == _WAIT:
         return frozenset()  # it comes after what it waits for, and may come after other collectives
-    if target.namespace in _COLLECTIVES:
-        group = group_of(node)
+    if (group := group_of(node)) or target.namespace in _COLLECTIVES:
         return frozenset({f"{EVERY_GROUP}:{group}" if group else EVERY_GROUP})
     if draws(target, arguments):
         return frozenset({"rng"})

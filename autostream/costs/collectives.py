@@ -8,6 +8,8 @@
     all-to-all                 n - 1      (n - 1)/n
     broadcast, other           n - 1      1
 
+Copy engines start later, but leave the multiprocessors free, but for one that waits (``symmetric_memory.py``).
+
 The message is the larger of what a process gives and gets. The shares are those of the ring algorithms (Patarasuk &
 Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"; the "bus bandwidth" of nccl-tests).
 """
@@ -40,12 +42,20 @@ def collective_us(op: Op, interconnect: Interconnect) -> float:
         share = others / op.processes
     passes = 2 if "all_reduce" in op.target else 1
     sent = passes * share * message if others else 0.0
+    if interconnect.copying and copies_by_engine(op):  # the result has the rows of all
+        received = op.bytes_written * others / op.processes
+        return interconnect.copying.start_us + received / interconnect.copying.bandwidth
     return interconnect.message_us(passes * others, sent)
+
+
+def copies_by_engine(op: Op) -> bool:
+    """Whether copy engines send its messages."""
+    return "gather_by_copies" in op.target
 
 
 _DIVIDED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def share_of_collective(profile: DeviceProfile) -> float:
+def share_of_collective(op: Op, profile: DeviceProfile) -> float:
     """The share of the device that a collective keeps busy, as other kernels do: one block fills a multiprocessor."""
-    return busy_share(Kernel(_CHANNELS, resident=1), profile.multiprocessors)
+    return busy_share(Kernel(1 if copies_by_engine(op) else _CHANNELS, resident=1), profile.multiprocessors)

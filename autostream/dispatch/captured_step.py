@@ -24,7 +24,7 @@ from autostream.frontend.data_parallel import replicas
 from autostream.frontend.eager_only import unusual_model
 from autostream.frontend.guards import FailedGuard
 from autostream.frontend.inputs import aliases_of, described
-from autostream.frontend.reduction_buckets import gathered, in_buckets
+from autostream.frontend.reduction_buckets import gathered, in_buckets, shared_memory
 from autostream.frontend.step_capture import capture_step
 from autostream.frontend.steps import Traced, trace_step
 from autostream.ir import DeviceProfile, Program, Role
@@ -57,9 +57,10 @@ class CapturedStep:
         with stopwatch("trace"):
             captured, self.traced = trace(step, call)
         inputs, self._body = captured.tensors, step.body
-        stays = [placeholder.role is not Role.INPUT for placeholder in self.traced.program.placeholders]
+        program, shared, notes = in_best_buckets(self.traced.program, context.options, stopwatch)
+        self.traced = Traced(program, [*shared, *self.traced.sources])
+        stays = [placeholder.role is not Role.INPUT for placeholder in program.placeholders]
         arguments, label = self.traced.arguments(inputs, call.updates), Label(step.name, described(call.tensors))
-        program, notes = in_best_buckets(self.traced.program, context.options, stopwatch)
         self.scheduled = ScheduledProgram(program, arguments, stays, label, context, stopwatch, notes)
         self._alike = _layouts_of(inputs)
         self.captured = replace(captured, tensors=(), changed=())
@@ -165,7 +166,8 @@ class TracedStep:
         """
         at, notes = best_of_tried(self.program, options, profile, link)
         program = in_buckets(self.program, TRIED[at])
-        known = self.arguments, self.name, self.label, options, profile, self.stopwatch, link
+        memory = shared_memory(program, lambda like, _: torch.empty((), dtype=like.dtype).expand(like.shape))
+        known = [*memory, *self.arguments], self.name, self.label, options, profile, self.stopwatch, link
         report = plan_program(program, *known)
         return program, replace(report, refusals=(*notes, *report.refusals))
 

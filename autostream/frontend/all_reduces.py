@@ -1,10 +1,11 @@
 """All-reduces of several tensors, in buckets.
 
     tensors ──▶ buckets ──▶ one tensor each ──▶ all_reduce_ ──▶ wait_tensor ──▶ views: the results
+                                           └──▶ copies of those of other processes (symmetric_memory.py), and the sum
 
 The last tensors come first, as gradients do. Buckets of an eager step are those of ``DistributedDataParallel``, but the
 last one is small, as nothing is left to hide it. A traced graph has one op for all tensors, until
-``tuning/bucket_sizes.py`` knows how large its buckets should be. No tensor is split.
+``tuning/bucket_sizes.py`` knows how large its buckets should be, and which are copied. No tensor is split.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from autostream.frontend.symmetric_memory import GATHER_BY_COPIES, REDUCTIONS, reduced
+
 
 class Sizes(NamedTuple):
     """How large buckets of one dtype and device are.
@@ -24,22 +27,25 @@ class Sizes(NamedTuple):
         first: bytes that fill the first bucket: a small one begins early.
         middle: bytes that fill others.
         last: how many bytes, at least, the last tensors have that are a bucket of their own: a small one ends soon.
+        copied: how many bytes a bucket has, at least, that devices copy from each other instead of an all-reduce.
 
     Example:
-        >>> print(USUAL, "or", Sizes(inf, inf, 0))
-        1 MiB, then 25 MiB, 0.25 MiB at last or all in one
+        >>> print(USUAL, "or", Sizes(inf, inf, 0, 4 << 20))
+        1 MiB, then 25 MiB, 0.25 MiB at last or all in one, copied from 4 MiB on
     """
 
     first: float
     middle: float
     last: float
+    copied: float = inf
 
     def __str__(self) -> str:
         """In words."""
-        if self.first == inf:
-            return "all in one"
-        first, middle, last = (f"{size / _MIB:g} MiB" for size in self)
-        return f"{first}, then {middle}, {last} at last" if self.last else middle
+        first, middle, last, copied = (f"{size / _MIB:g} MiB" for size in self)
+        sizes = (
+            "all in one" if self.first == inf else f"{first}, then {middle}, {last} at last" if self.last else middle
+        )
+        return sizes if self.copied == inf else f"{sizes}, copied from {copied} on"
 
 
 _MIB = 1 << 20
@@ -66,7 +72,13 @@ ALL_REDUCES = torch.ops.autostream.all_reduces.default
 
 
 def all_reduced(
-    tensors: Sequence[Tensor], like: Sequence[Tensor], reduction: str, scale: float, group: str, sizes: Sizes = USUAL
+    tensors: Sequence[Tensor],
+    like: Sequence[Tensor],
+    reduction: str,
+    scale: float,
+    group: str,
+    sizes: Sizes = USUAL,
+    memory: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """The reductions of tensors over a process group, in new memory.
 
@@ -77,18 +89,34 @@ def all_reduced(
         scale: what a term is multiplied by before.
         group: its name.
         sizes: of buckets.
+        memory: for each bucket that is copied, what it is gathered in.
     """
-    filled, started = buckets(like, sizes), []
+    filled, started, rows = buckets(like, sizes), [], iter(memory)
     for bucket in filled:
-        flat = torch.cat([_flat(tensors[at], like[at]) for at in bucket])
-        if scale != 1.0:
-            flat.mul_(scale)
-        started.append(torch.ops._c10d_functional.all_reduce_(flat, reduction, group))
+        flat = [_flat(tensors[at], like[at]) for at in bucket]
+        if is_copied([like[at] for at in bucket], reduction, sizes):
+            started.append(GATHER_BY_COPIES(flat, next(rows), group))
+        else:
+            whole = torch.cat(flat)
+            if scale != 1.0:
+                whole.mul_(scale)
+            started.append(torch.ops._c10d_functional.all_reduce_(whole, reduction, group))
     found: dict[int, Tensor] = {}
-    for bucket, flat in zip(filled, started, strict=True):
-        parts = torch.ops._c10d_functional.wait_tensor(flat).split([like[at].numel() for at in bucket])
+    for bucket, whole in zip(filled, started, strict=True):
+        lengths = [like[at].numel() for at in bucket]
+        whole = torch.ops._c10d_functional.wait_tensor(whole)
+        if is_copied([like[at] for at in bucket], reduction, sizes):
+            whole = reduced(whole, sum(lengths), reduction)
+            if scale != 1.0:
+                whole.mul_(scale)
+        parts = whole.split(lengths)  # type: ignore[no-untyped-call]
         found |= {at: _like(part, like[at]) for at, part in zip(bucket, parts, strict=True)}
     return [found[at] for at in range(len(tensors))]
+
+
+def is_copied(tensors: Sequence[Tensor], reduction: str, sizes: Sizes) -> bool:
+    """Whether a bucket of these tensors is gathered by copies."""
+    return reduction in REDUCTIONS and sum(tensor.nbytes for tensor in tensors) >= sizes.copied
 
 
 def buckets(tensors: Sequence[Tensor], sizes: Sizes = USUAL) -> list[list[int]]:

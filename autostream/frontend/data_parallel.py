@@ -53,6 +53,9 @@ class DataParallel:
         return ("avg", 1.0, self.group) if self.averages_itself else ("sum", 1.0 / self.processes, self.group)
 
 
+_AVERAGING = {"nccl", "fake"}
+"""Backends whose collectives can average, and that of dry runs, which stands for it."""
+
 NOT_OF_A_BACKWARD = (
     "data_parallel averages the gradients that backward() computes, once for each step of their optimizer, and an "
     "optimizer steps with another one: call backward() instead of setting .grad"
@@ -86,7 +89,7 @@ def data_parallel_of(group: object) -> DataParallel | None:
             f"data_parallel takes a process group of torch.distributed, not {group!r}: call "
             "torch.distributed.init_process_group and give torch.distributed.group.WORLD"
         )
-    return DataParallel(group.group_name, group.size(), averages_itself=dist.get_backend(group) == "nccl")
+    return DataParallel(group.group_name, group.size(), averages_itself=dist.get_backend(group) in _AVERAGING)
 
 
 def replicas(modules: nn.Module) -> list[nn.Module]:

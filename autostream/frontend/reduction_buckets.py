@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_map_only
 
 from autostream.analysis.effects import effects_of
 from autostream.analysis.values import nodes_in, storages_in, value_of
-from autostream.frontend.all_reduces import ALL_REDUCES, Sizes, all_reduced, buckets
+from autostream.frontend.all_reduces import ALL_REDUCES, Sizes, all_reduced, buckets, is_copied
 from autostream.frontend.dynamo import compile_lock
-from autostream.ir import Program
+from autostream.frontend.symmetric_memory import GATHER_BY_COPIES, rows_like
+from autostream.ir import Placeholder, Program, Role
 from autostream.utils.operators import is_unknown
 from autostream.utils.storages import byte_offset, layout_of, storage_of
 
@@ -137,14 +138,27 @@ def summands(program: Program) -> list[str]:
     ]
 
 
-def bucketing(program: Program, sizes: Sizes) -> list[list[list[int]]]:
-    """The buckets of each op for all-reduces of a program, by :func:`~.all_reduces.buckets`."""
+def bucketing(program: Program, sizes: Sizes) -> list[tuple[list[list[int]], int]]:
+    """The buckets of each op for all-reduces of a program, and how many of them are copied."""
     nodes = program.module.graph.find_nodes(op="call_function", target=ALL_REDUCES)
-    return [buckets([*map(value_of, nodes_in(node.args[1]))], sizes) for node in nodes]
+    return [(buckets([*map(value_of, nodes_in(node.args[1]))], sizes), len(_copied(node, sizes))) for node in nodes]
+
+
+def shared_memory(program: Program, allocate: Callable[[Tensor, str], Tensor]) -> list[Tensor]:
+    """The first arguments of a program with copied buckets: what these are gathered in.
+
+    Args:
+        program: by :func:`in_buckets`.
+        allocate: makes one of them, from one like it and the name of its group.
+    """
+    nodes = program.module.graph.find_nodes(op="call_function", target=GATHER_BY_COPIES)
+    groups = {node.args[1]: str(node.args[2]) for node in nodes}
+    places = program.module.graph.find_nodes(op="placeholder")
+    return [allocate(value_of(node), groups[node]) for node in places if node in groups]
 
 
 def in_buckets(program: Program, sizes: Sizes) -> Program:
-    """The same program, with buckets in place of each op for all-reduces.
+    """The same program, with buckets in place of each op for all-reduces; it takes :func:`shared_memory` first.
 
     Args:
         program: of ATen ops; it stays as it is, and is returned if it has none of them.
@@ -153,19 +167,41 @@ def in_buckets(program: Program, sizes: Sizes) -> Program:
     if not program.module.graph.find_nodes(op="call_function", target=ALL_REDUCES):
         return program
     graph = copy.deepcopy(program.module.graph)
+    first, memory = next(iter(graph.nodes)), list[fx.Node]()
     for node in graph.find_nodes(op="call_function", target=ALL_REDUCES):
-        _write(graph, node, sizes)
-    return _with_graph(program, graph)
+        with graph.inserting_before(first):
+            rows = [graph.placeholder(f"rows_{len(memory) + at}") for at, _ in enumerate(_copied(node, sizes))]
+        memory += rows
+        _write(graph, node, sizes, rows)
+    places = [Placeholder(node.name, Role.CONSTANT, node.name, node.name) for node in memory]
+    return replace(_with_graph(program, graph), placeholders=(*places, *program.placeholders))
 
 
-def _write(graph: fx.Graph, joined: fx.Node, sizes: Sizes) -> None:
-    """Replace an op for all-reduces by the ops of its buckets."""
+def _copied(joined: fx.Node, sizes: Sizes) -> list[list[Tensor]]:
+    """Tensors like those of each bucket that is copied."""
+    like, reduction = [*map(value_of, nodes_in(joined.args[1]))], str(joined.args[2])
+    filled = [[like[at] for at in bucket] for bucket in buckets(like, sizes)]
+    return [each for each in filled if is_copied(each, reduction, sizes)]
+
+
+def _write(graph: fx.Graph, joined: fx.Node, sizes: Sizes, memory: Sequence[fx.Node]) -> None:
+    """Replace an op for all-reduces by the ops of its buckets.
+
+    Args:
+        graph: of the op.
+        joined: the op.
+        sizes: of the buckets.
+        memory: placeholders without values, for what is copied.
+    """
     args: Any = joined.args
     tensors, like, reduction, scale, group = args
-    sources = [*tensors, *like]
+    for rows, each in zip(memory, _copied(joined, sizes), strict=True):
+        rows.meta["val"] = rows_like(each, group)
+    sources = [*tensors, *like, *memory]
 
-    def run(*values: Tensor) -> list[Tensor]:
-        return all_reduced(values[: len(tensors)], values[len(tensors) :], reduction, scale, group, sizes)
+    def run(*given: Tensor) -> list[Tensor]:
+        own, others, rows = given[: len(tensors)], given[len(tensors) : 2 * len(like)], given[2 * len(like) :]
+        return all_reduced(own, others, reduction, scale, group, sizes, rows)
 
     with compile_lock(), torch.no_grad():
         traced = make_fx(run)(*map(value_of, sources)).graph

@@ -6,15 +6,19 @@
 AOTAutograd functionalizes no operator outside of ATen whose result aliases an argument. It removes the copy, and where
 nothing else needs ``x``, TorchInductor reduces in place again. What fills a bucket is fused with the ops before it,
 what reads it with those behind it, and collectives and waits are ops between these kernels, in the order given.
+So are gathers by copies; as any other ops, they would be put late, since they allocate memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
+
+from autostream.frontend.symmetric_memory import GATHER_BY_COPIES
 
 _FUNCTIONAL = {"_c10d_functional::all_reduce_": "all_reduce", "_c10d_functional::broadcast_": "broadcast"}
 
@@ -39,6 +43,16 @@ def functional_collectives(module: fx.GraphModule) -> fx.GraphModule:
             copied[node] = graph.call_function(torch.ops.aten.copy_.default, (taken[node.args[0]], made))
             copied[node].meta = dict(node.meta)
     return fx.GraphModule(module, graph)
+
+
+def own_lowerings() -> dict[Any, Callable[..., Any]]:
+    """Lowerings of collectives of our own, which keep them in order with others."""
+    from torch._inductor import ir
+
+    def gather(*args: Any) -> Any:
+        return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(GATHER_BY_COPIES, *args))  # type: ignore[arg-type]
+
+    return {GATHER_BY_COPIES: gather}
 
 
 def _functional(node: fx.Node) -> str:

@@ -769,23 +769,57 @@ def costs_that_the_first_has_measured(rank: int, processes: int, group: dist.Pro
 
 def buckets_that_the_first_has_chosen(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """They are those of all, here one for each gradient; the others do not even look for sizes."""
-
-    def chosen(*_: object) -> tuple[int, tuple[Decision, ...]]:
-        assert rank == 0
-        return 1, (Decision("", "buckets", "as small as can be"),)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket_sizes, "TRIED", (USUAL, Sizes(1, 1, 1)))
-        patch.setattr(bucket_sizes, "best_of_tried", chosen)
+        choose(patch, rank, Sizes(1, 1, 1))
         step = trained_as_ddp(rank, group, max_norm=0.1)
     assert_in_graphs(step, collectives=8)
-    assert [refusal.reason for refusal in step.reports[0].refusals] == ["as small as can be"]
+    assert [refusal.reason for refusal in step.reports[0].refusals] == ["as they were chosen"]
+
+
+def choose(patch: pytest.MonkeyPatch, rank: int, sizes: Sizes) -> None:
+    """Let the first process choose buckets of these sizes."""
+
+    def chosen(*_: object, **__: object) -> tuple[int, tuple[Decision, ...]]:
+        assert rank == 0
+        return 1, (Decision("", "buckets", "as they were chosen"),)
+
+    patch.setattr(bucket_sizes, "TRIED", (USUAL, sizes))
+    patch.setattr(bucket_sizes, "best_of_tried", chosen)
+
+
+def buckets_that_are_copied(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Each process has the rows of all, and adds them up: large ones here, the others are reduced."""
+    with pytest.MonkeyPatch.context() as patch:
+        choose(patch, rank, Sizes(1, 1, 1, copied=10_000))
+        step = trained_as_ddp(rank, group, max_norm=0.1)
+        accumulated = trained_as_ddp(rank, group, microbatches=2)
+    assert_in_graphs(step, collectives=8)
+    graph = step.reports[0].graph
+    assert sum("gather_by_copies" in graph.ops[name].target for name in graph.collectives) == 3
+    assert accumulated.reports[0].mode == "threads"
+
+
+def buckets_that_one_process_cannot_copy(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """All of them reduce the usual ones, and the report says which process could not, and why."""
+
+    def fails(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("no memory that others see")
+
+    with pytest.MonkeyPatch.context() as patch:
+        choose(patch, rank, Sizes(1, 1, 1, copied=1))
+        if rank == 1:
+            patch.setattr(bucket_sizes, "symmetric", fails)
+        step = trained_as_ddp(rank, group)
+    assert_in_graphs(step, collectives=2)
+    (reason,) = (refusal.reason for refusal in step.reports[0].refusals)
+    assert "on rank 1" in reason
+    assert "no memory that others see" in reason
 
 
 def buckets_that_cannot_be_planned(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """The usual ones are used, and the report says why."""
 
-    def fails(*_: object) -> tuple[int, tuple[Decision, ...]]:
+    def fails(*_: object, **__: object) -> tuple[int, tuple[Decision, ...]]:
         raise ScheduleError("a schedule of theirs is wrong")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -1060,6 +1094,8 @@ IN_TWO: dict[str, Scenario] = {
         costs_that_the_first_has_measured,
         buckets_that_the_first_has_chosen,
         buckets_that_cannot_be_planned,
+        buckets_that_are_copied,
+        buckets_that_one_process_cannot_copy,
         a_candidate_that_one_process_cannot_build,
         a_candidate_that_fails_between_collectives,
         kernels_that_one_process_cannot_make,
@@ -1075,6 +1111,7 @@ IN_FOUR: dict[str, Scenario] = {
     for each in (
         subgroups_as_ddp,
         rows_and_columns,
+        buckets_that_are_copied,
         stages_as_the_whole_model,
         processes_that_measure_other_times_choose_the_same,
         a_process_dies_in_a_step,

@@ -1,6 +1,6 @@
 """Collectives of NCCL in CUDA graphs, between ATen's ops and between fused kernels.
 
-In a group of one on one GPU, and between two GPUs where there are two.
+In a group of one on one GPU, and between two or four GPUs where there are so many.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import autostream
+from autostream.frontend.all_reduces import Sizes
 from autostream.reporting.report import Report
 from tests.distributed.processes import outcomes
+from tests.distributed.scenarios import choose
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +48,7 @@ def mlp() -> nn.Module:
 LEVELS = {"eager": "aten", "inductor": "inductor"}
 
 
-def compared_with_ddp(rank: int, group: dist.ProcessGroup, kernels: str) -> Report:
+def compared_with_ddp(rank: int, group: dist.ProcessGroup, kernels: str, buckets: int = 2) -> Report:
     """Ten steps with clipping in one CUDA graph, beside DistributedDataParallel; their report."""
     torch.manual_seed(0)
     model = mlp()
@@ -67,7 +69,7 @@ def compared_with_ddp(rank: int, group: dist.ProcessGroup, kernels: str) -> Repo
         torch.testing.assert_close(one, another, rtol=1e-3, atol=1e-5)
     (report,) = step.reports
     assert (report.mode, report.level) == ("cuda graph", LEVELS[kernels]), report.refusals
-    assert len(report.graph.collectives) == 2
+    assert len(report.graph.collectives) == buckets
     for schedule in (candidate.schedule for candidate in report.candidates if candidate.schedule.streams > 1):
         last = schedule.streams - 1
         assert {name for name, at in schedule.stream_of.items() if at == last} == report.graph.collectives
@@ -109,17 +111,30 @@ def test_a_step_with_reductions_of_its_own_is_replayed(group: dist.ProcessGroup)
     assert len(report.graph.collectives) == 6  # type: ignore[union-attr]
 
 
-def on_two_gpus(kernels: str, rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    """Both choose the same schedule, by the same times."""
+def on_gpus(kernels: str, rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """All choose the same schedule, by the same times."""
     report = compared_with_ddp(rank, group, kernels)
     chosen: list[object] = [None] * processes
     dist.all_gather_object(chosen, (report.chosen, report.costs), group=group)
-    assert chosen[0] == chosen[1]
+    assert all(each == chosen[0] for each in chosen)
 
 
-def test_two_gpus_train_as_ddp() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("there are not two GPUs")
-    scenarios = {kernels: partial(on_two_gpus, kernels) for kernels in LEVELS}
-    found = outcomes(scenarios, 2, backend="nccl")
-    assert found == {kernels: ["", ""] for kernels in LEVELS}, "\n".join(found["eager"] + found["inductor"])
+def by_copies(kernels: str, rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Gradients of a kilobyte and more are copied, each in a bucket of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        choose(patch, rank, Sizes(1, 1, 1, copied=1 << 10))
+        report = compared_with_ddp(rank, group, kernels, buckets=6)
+    targets = [report.graph.ops[name].target for name in report.graph.collectives]  # type: ignore[union-attr]
+    assert sum("gather_by_copies" in target for target in targets) == 5
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_gpus_train_as_ddp(processes: int) -> None:
+    if torch.cuda.device_count() < processes:
+        pytest.skip(f"there are not {processes} GPUs")
+    scenarios = {
+        f"{each.__name__}, {kernels}": partial(each, kernels) for each in (on_gpus, by_copies) for kernels in LEVELS
+    }
+    found = outcomes(scenarios, processes, backend="nccl")
+    failed = {name: texts for name, texts in found.items() if any(texts)}
+    assert not failed, "\n".join(f"{name}: {text}" for name, texts in failed.items() for text in texts)

@@ -1,0 +1,129 @@
+"""Gradients of the processes of one machine, gathered by copy engines: no kernel sends or receives.
+
+    rank 0   tensors ──▶ own row ─╮       ╭─ copies of other rows ─╮
+                                  ├ wait ─┤                        ├ wait ─▶ sum of all rows
+    rank 1   tensors ──▶ own row ─╯       ╰─ copies of other rows ─╯
+
+NCCL's kernels occupy multiprocessors, and products of matrices beside them wait for these. Here each process writes a
+row of memory that all of them see (symmetric memory), and copies theirs; the sum is fused with what reads it. Products
+of 462 µs on two H200s take 34 µs more beside buckets of 40 MB, and 125 beside NCCL's; PyTorch's low-contention
+all-gather, which copies twice more, adds 62. A small message takes longer to start, 22 µs instead of 9.
+
+Private to PyTorch (``torch.distributed._symmetric_memory``, the same in 2.11 and 2.13). Without it, NCCL reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autostream.analysis.process_groups import group_named, processes_in
+
+_LIBRARY = torch.library.Library("autostream", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "gather_by_copies(Tensor[] tensors, Tensor memory, str group_name) -> Tensor"
+)
+"""Returns the rows of all processes. They lie in the memory, which nothing but this op uses: to others they are new."""
+
+GATHER_BY_COPIES = torch.ops.autostream.gather_by_copies.default
+
+torch.library.register_fake("autostream::gather_by_copies", lambda tensors, memory, group: torch.empty_like(memory))
+
+_ROW = 128
+"""Rows are multiples of so many bytes, so that each begins where a copy is fast."""
+
+
+def rows_like(tensors: Sequence[Tensor], group: str) -> Tensor:
+    """Memory like that in which tensors of one type are gathered: a row for each process of a group.
+
+    Example:
+        >>> rows_like([torch.empty(3), torch.empty(2, 2)], "nobody's").shape
+        torch.Size([1, 32])
+    """
+    (first, *_), size = tensors, sum(tensor.numel() for tensor in tensors)
+    step = _ROW // first.itemsize
+    return first.new_empty(processes_in(group), -(-size // step) * step)
+
+
+def symmetric(like: Tensor, group: str, device: str) -> Tensor:
+    """Memory like a tensor that all processes of a group see; each of them has to call this.
+
+    Args:
+        like: has its type and shape.
+        group: its name.
+        device: of this process.
+
+    Raises:
+        Exception: these processes have no memory that all of them see.
+    """
+    if device == "cpu":  # gloo gathers there
+        return torch.empty(like.shape, dtype=like.dtype)
+    memory: Tensor = _module().empty(*like.shape, dtype=like.dtype, device=device)
+    _module().rendezvous(memory, group)
+    return memory
+
+
+def can_copy(device: str) -> bool:
+    """Whether processes on devices like this one can copy from each other, as far as this process knows.
+
+    Example:
+        >>> can_copy("cpu")
+        False
+    """
+    return torch.device(device).type == "cuda" and hasattr(_module(), "rendezvous")
+
+
+def reduced(rows: Tensor, size: int, reduction: str) -> Tensor:
+    """The reduction of the first so many elements of all rows.
+
+    Example:
+        >>> reduced(torch.tensor([[1.0, 2.0, 0.0], [3.0, 6.0, 0.0]]), 2, "avg")
+        tensor([2., 4.])
+    """
+    rows = rows.narrow(1, 0, size)
+    return rows.mean(0) if reduction == "avg" else rows.sum(0, dtype=rows.dtype)
+
+
+REDUCTIONS = frozenset({"sum", "avg"})
+"""Reductions that can be done so."""
+
+
+def _module() -> Any:
+    try:
+        return import_module("torch.distributed._symmetric_memory")
+    except ImportError:
+        return None
+
+
+def _written(tensors: Sequence[Tensor], row: Tensor) -> Tensor:
+    size = sum(tensor.numel() for tensor in tensors)
+    return torch.cat([*tensors], out=row[:size])
+
+
+def _copied(tensors: Sequence[Tensor], memory: Tensor, group: str) -> Tensor:
+    seen = _module().rendezvous(memory, group)  # PyTorch keeps it, and there is nothing to wait for
+    rank, processes = seen.rank, len(memory)
+    _written(tensors, memory[rank])
+    seen.barrier(channel=0)  # all rows are written
+    for step in range(1, processes):
+        other = (rank + step) % processes
+        memory[other].copy_(seen.get_buffer(other, memory.shape, memory.dtype)[other])
+    seen.barrier(channel=0)  # and read: they may be written again
+    return memory.view_as(memory)
+
+
+def _gathered(tensors: Sequence[Tensor], memory: Tensor, group: str) -> Tensor:
+    known = group_named(group)
+    row = torch.empty_like(memory[0])
+    _written(tensors, row)
+    dist.all_gather_into_tensor(memory.view(-1), row, known)
+    return memory.view_as(memory)
+
+
+_LIBRARY.impl("gather_by_copies", _copied, "CUDA")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("gather_by_copies", _gathered, "CPU")  # type: ignore[no-untyped-call]
