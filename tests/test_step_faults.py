@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -206,7 +207,7 @@ def test_an_op_that_raises_in_any_of_its_runs_while_a_step_is_prepared(
     monkeypatch.setattr("autostream.tuning.select._ROUNDS", 1)
     monkeypatch.setattr("autostream.tuning.select._MAX_RUNS", 1)
     monkeypatch.setattr("autostream.tuning.select.VARIANTS", 0)
-    assert strike_steps(options, make_fault, (1, 2, 4, 7, 12, 20, 33)) > 2
+    assert strike_steps(options, make_fault, (1, 3, 7, 20)) > 2
 
 
 def test_kernels_that_do_not_compile_leave_the_ops_that_they_would_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,25 +227,23 @@ def test_kernels_that_do_not_compile_leave_the_ops_that_they_would_fuse(monkeypa
 
 
 @pytest.mark.parametrize("is_replay", [False, True], ids=["slow path", "fast path"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize(
-    "make_fault", [lambda: MemoryError("no memory"), lambda: RuntimeError("no"), KeyboardInterrupt]
-)
 def test_an_error_of_an_op_reaches_the_caller_and_the_step_stays_in_its_graph(
-    make_fault: Callable[[], BaseException], where: str, is_replay: bool, caplog: pytest.LogCaptureFixture
+    is_replay: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What the ops before it have written is written, as in the eager step."""
     ours, eager = Trainer(**QUICK), Trainer()
-    check_alike(ours, eager, [GOOD, GOOD, (X[:3],)][: 2 if is_replay else 3])  # another size: its replay is the latest
-    for trainer in (ours, eager):
-        Risk.is_at(1 if where == "forward" else 2, make_fault)
-        outcome = trainer.call(X)
-        assert outcome == (type(make_fault()), str(make_fault()))
-        Risk.is_over()
-        trainer.adam.zero_grad()
-    same(ours.state, eager.state, tolerance=1e-10)
-    check_alike(ours, eager)
-    assert set(modes(ours)) == {"one stream"}
+    faults = (lambda: MemoryError("no memory"), lambda: RuntimeError("no"), KeyboardInterrupt)
+    for make_fault, run in product(faults, (1, 2)):  # in a forward, and in a backward
+        check_alike(ours, eager, [GOOD, GOOD] if is_replay else [GOOD, GOOD, (X[:3],)])  # whose replay is the latest
+        for trainer in (ours, eager):
+            Risk.is_at(run, make_fault)
+            outcome = trainer.call(X)
+            assert outcome == (type(make_fault()), str(make_fault()))
+            Risk.is_over()
+            trainer.adam.zero_grad()
+        same(ours.state, eager.state, tolerance=1e-10)
+        check_alike(ours, eager)
+        assert set(modes(ours)) == {"one stream"}
     assert messages(caplog) == []
 
 
@@ -304,11 +303,10 @@ def test_the_memory_of_a_graph_that_is_given_up_is_freed() -> None:
 # In a forked process
 
 
-@pytest.mark.parametrize("how", ["step", "train_step"])
-def test_a_process_that_is_forked_while_another_thread_is_in_a_step(how: str) -> None:
+def test_a_process_that_is_forked_while_another_thread_is_in_a_step() -> None:
     """Both go on with steps of the graph, and with new ones, from the weights that there were."""
     run_alone(
-        f"""
+        """
         import os, signal, threading
         import torch
         import autostream
@@ -335,25 +333,26 @@ def test_a_process_that_is_forked_while_another_thread_is_in_a_step(how: str) ->
             assert [report.mode for report in step.reports].count("one stream") == 2, step.reports
 
         torch.set_num_threads(1)
-        model = nn.Linear(4, 1)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        if {how!r} == "step":
-            step = autostream.step(optimizers=[sgd], kernels="eager")(update)
-        else:
-            step = autostream.train_step(model, sgd, square, kernels="eager")
-        for _ in range(3):
-            step(torch.ones(2, 4))
-        is_inside, ended = threading.Event(), threading.Event()
-        thread = threading.Thread(target=step, args=(torch.ones(5, 4),))
-        thread.start()
-        is_inside.wait()
-        if not (child := os.fork()):
-            signal.alarm(100)  # ends it if it hangs
+        for is_decorated in (True, False):
+            model = nn.Linear(4, 1)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            if is_decorated:
+                step = autostream.step(optimizers=[sgd], kernels="eager")(update)
+            else:
+                step = autostream.train_step(model, sgd, square, kernels="eager")
+            for _ in range(3):
+                step(torch.ones(2, 4))
+            is_inside, ended = threading.Event(), threading.Event()
+            thread = threading.Thread(target=step, args=(torch.ones(5, 4),))
+            thread.start()
+            is_inside.wait()
+            if not (child := os.fork()):
+                signal.alarm(100)  # ends it if it hangs
+                check()
+                os._exit(0)
+            ended.set()
+            thread.join()
+            assert os.waitpid(child, 0)[1] == 0
             check()
-            os._exit(0)
-        ended.set()
-        thread.join()
-        assert os.waitpid(child, 0)[1] == 0
-        check()
         """
     )
