@@ -165,8 +165,6 @@ def decoder(name: str) -> Any:
     heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     if name == "Llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
-    if name == "Mistral":
-        return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, **heads, sliding_window=8))
     if name == "Gemma":
         windows = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
         two = {**heads, "num_hidden_layers": 2, "head_dim": 8}
@@ -240,10 +238,9 @@ def test_tokens_are_those_of_the_model_from_one_graph_for_all_steps(name: str, m
     assert roles.count(Role.INPUT) <= 3, "tokens, positions, and the mask"
 
 
-@pytest.mark.parametrize("name", ["Mistral", "Gemma"])
-def test_a_sliding_window_has_one_graph_until_it_is_full_and_one_from_then_on(name: str) -> None:
-    """Its cache counts tokens in Python."""
-    model = decoder(name).eval()
+def test_a_sliding_window_has_one_graph_until_it_is_full_and_one_from_then_on() -> None:
+    """Its cache counts tokens in Python; another layer has all of them."""
+    model = decoder("Gemma").eval()
     given = {**STATIC, "max_new_tokens": 12}
     expected = [model.generate(tokens(5), **given), model.generate(tokens(5), **{**given, "max_new_tokens": 20})]
     autostream.optimize_(model, **QUICK)
