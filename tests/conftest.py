@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,12 @@ from autostream.tuning import select
 
 settings.register_profile("no clocks", deadline=None, max_examples=40)
 settings.load_profile("no clocks")
+
+# PyTorch formats what it compiles for a log of its own, as soon as that has handlers; pytest adds some to each logger
+# whose records do not reach the root.
+traces = logging.getLogger("torch.__trace")
+traces.propagate = True
+traces.handlers.clear()
 
 
 @pytest.fixture(autouse=True, scope="session")
