@@ -52,6 +52,9 @@ WARM_UP = 3
 RUNS = {"cuda": 20, "cpu": 2}
 """Steps in a round."""
 
+_VARIABLES = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_MEM_")
+"""Environment variables on which results depend begin so."""
+
 MINUTES = 4
 """How long a process waits for another one: some compile longer."""
 
@@ -129,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=MINUTES))
-    variables = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_NCCL_"))}
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
     result: dict[str, Any] = {"schema": 1, "stamp": stamp(), "variables": variables, "world": dist.get_world_size()}
     if device.type == "cuda":
         result["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

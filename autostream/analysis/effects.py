@@ -74,6 +74,8 @@ ALLOCATES_ONLY = frozenset({"empty", "empty_like", "empty_permuted", "empty_stri
 _CHECKS = frozenset({"_assert_async", "_linalg_check_errors"})
 
 _COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
+_OUR_OWN = "autostream"
+"""Namespace of an op that communicates, and is over where others only begin (``peer_memory.py``)."""
 _WAIT = "_c10d_functional::wait_tensor"
 EVERY_GROUP = "collective"
 """The order of a call that may communicate over any process group."""
@@ -198,7 +200,7 @@ def group_of(node: fx.Node) -> str:
         >>> group_of(graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "0")))
         '0'
     """
-    if not isinstance(node.target, OpOverload) or node.target.namespace not in {*_COLLECTIVES, "autostream"}:
+    if not isinstance(node.target, OpOverload) or node.target.namespace not in {*_COLLECTIVES, _OUR_OWN}:
         return ""
     group = bound_arguments(node, node.target).get("group_name", "")
     return str(getattr(group, "group_name", group))
@@ -265,11 +267,13 @@ def _unannotated_writes(target: OpOverload, arguments: dict[str, Any]) -> tuple[
 
 
 def _taken_by_collective(wait: fx.Node) -> tuple[fx.Node, ...]:
-    """What the collective that a node waits for reads: until then it may still do so."""
+    """What the collective of PyTorch's that a node waits for reads: until then it may still do so."""
     source = wait.args[0]
     while isinstance(source, fx.Node) and source.target is operator.getitem:
         source = source.args[0]
-    return _inputs(source) if isinstance(source, fx.Node) and group_of(source) else ()
+    if not isinstance(source, fx.Node) or not isinstance(source.target, OpOverload):
+        return ()
+    return _inputs(source) if source.target.namespace in _COLLECTIVES else ()
 
 
 def _orders(node: fx.Node, target: OpOverload, arguments: dict[str, Any], writes: bool) -> frozenset[str]:

@@ -8,7 +8,7 @@
     all-to-all                 n - 1      (n - 1)/n
     broadcast, other           n - 1      1
 
-Copy engines start later, but leave the multiprocessors free, but for one that waits (``symmetric_memory.py``).
+Copy engines start later, and leave the multiprocessors to others, but for one that waits (``peer_memory.py``).
 
 The message is the larger of what a process gives and gets. The shares are those of the ring algorithms (Patarasuk &
 Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"; the "bus bandwidth" of nccl-tests).
@@ -37,14 +37,15 @@ def collective_us(op: Op, interconnect: Interconnect) -> float:
         >>> collective_us(op, Interconnect("mine", hop_us=0.5, protocols=(Protocol(start_us=5.0, bandwidth=1024.0),)))
         1544.0
     """
-    message, others, share = max(op.bytes_read, op.bytes_written), op.processes - 1, 1.0
+    others = op.processes - 1
+    if interconnect.copying and copies_by_engine(op):
+        start_us, bandwidth = interconnect.copying
+        return start_us + op.bytes_written * others / op.processes / bandwidth  # of all rows but its own
+    message, share = max(op.bytes_read, op.bytes_written), 1.0
     if any(kind in op.target for kind in _DIVIDED):
         share = others / op.processes
     passes = 2 if "all_reduce" in op.target else 1
     sent = passes * share * message if others else 0.0
-    if interconnect.copying and copies_by_engine(op):  # the result has the rows of all
-        received = op.bytes_written * others / op.processes
-        return interconnect.copying.start_us + received / interconnect.copying.bandwidth
     return interconnect.message_us(passes * others, sent)
 
 

@@ -24,7 +24,7 @@ from autostream.frontend.data_parallel import replicas
 from autostream.frontend.eager_only import unusual_model
 from autostream.frontend.guards import FailedGuard
 from autostream.frontend.inputs import aliases_of, described
-from autostream.frontend.reduction_buckets import gathered, in_buckets, shared_memory
+from autostream.frontend.reduction_buckets import gathered, in_buckets, memory_for
 from autostream.frontend.step_capture import capture_step
 from autostream.frontend.steps import Traced, trace_step
 from autostream.ir import DeviceProfile, Program, Role
@@ -166,7 +166,7 @@ class TracedStep:
         """
         at, notes = best_of_tried(self.program, options, profile, link)
         program = in_buckets(self.program, TRIED[at])
-        memory = shared_memory(program, lambda like, _: torch.empty((), dtype=like.dtype).expand(like.shape))
+        memory = [torch.empty((), dtype=like.dtype).expand(like.shape) for like, _ in memory_for(program)]
         known = [*memory, *self.arguments], self.name, self.label, options, profile, self.stopwatch, link
         report = plan_program(program, *known)
         return program, replace(report, refusals=(*notes, *report.refusals))

@@ -1,7 +1,7 @@
 """All-reduces of several tensors, in buckets.
 
     tensors ──▶ buckets ──▶ one tensor each ──▶ all_reduce_ ──▶ wait_tensor ──▶ views: the results
-                                           └──▶ copies of those of other processes (symmetric_memory.py), and the sum
+                                           └──▶ copies of those of other processes (peer_memory.py), and the sum
 
 The last tensors come first, as gradients do. Buckets of an eager step are those of ``DistributedDataParallel``, but the
 last one is small, as nothing is left to hide it. A traced graph has one op for all tensors, until
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autostream.frontend.symmetric_memory import GATHER_BY_COPIES, REDUCTIONS, reduced
+from autostream.frontend.peer_memory import GATHER_BY_COPIES, REDUCTIONS, reduced
 
 
 class Sizes(NamedTuple):
@@ -42,9 +42,10 @@ class Sizes(NamedTuple):
     def __str__(self) -> str:
         """In words."""
         first, middle, last, copied = (f"{size / _MIB:g} MiB" for size in self)
-        sizes = (
-            "all in one" if self.first == inf else f"{first}, then {middle}, {last} at last" if self.last else middle
-        )
+        if self.first == inf:
+            sizes = "all in one"
+        else:
+            sizes = f"{first}, then {middle}, {last} at last" if self.last else middle
         return sizes if self.copied == inf else f"{sizes}, copied from {copied} on"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from autostream.analysis.effects import effects_of
 from autostream.analysis.values import nodes_in, storages_in, value_of
 from autostream.frontend.all_reduces import ALL_REDUCES, Sizes, all_reduced, buckets, is_copied
 from autostream.frontend.dynamo import compile_lock
-from autostream.frontend.symmetric_memory import GATHER_BY_COPIES, rows_like
+from autostream.frontend.peer_memory import GATHER_BY_COPIES, rows_like
 from autostream.ir import Placeholder, Program, Role
 from autostream.utils.operators import is_unknown
 from autostream.utils.storages import byte_offset, layout_of, storage_of
@@ -144,21 +144,20 @@ def bucketing(program: Program, sizes: Sizes) -> list[tuple[list[list[int]], int
     return [(buckets([*map(value_of, nodes_in(node.args[1]))], sizes), len(_copied(node, sizes))) for node in nodes]
 
 
-def shared_memory(program: Program, allocate: Callable[[Tensor, str], Tensor]) -> list[Tensor]:
-    """The first arguments of a program with copied buckets: what these are gathered in.
+def memory_for(program: Program) -> list[tuple[Tensor, str]]:
+    """What the first arguments of a program with copied buckets are like, and the process group of each.
 
     Args:
         program: by :func:`in_buckets`.
-        allocate: makes one of them, from one like it and the name of its group.
     """
     nodes = program.module.graph.find_nodes(op="call_function", target=GATHER_BY_COPIES)
     groups = {node.args[1]: str(node.args[2]) for node in nodes}
     places = program.module.graph.find_nodes(op="placeholder")
-    return [allocate(value_of(node), groups[node]) for node in places if node in groups]
+    return [(value_of(node), groups[node]) for node in places if node in groups]
 
 
 def in_buckets(program: Program, sizes: Sizes) -> Program:
-    """The same program, with buckets in place of each op for all-reduces; it takes :func:`shared_memory` first.
+    """The same program, with buckets in place of each op for all-reduces, and arguments in which some are gathered.
 
     Args:
         program: of ATen ops; it stays as it is, and is returned if it has none of them.

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autostream.frontend.symmetric_memory import GATHER_BY_COPIES
+from autostream.frontend.peer_memory import GATHER_BY_COPIES
 
 _FUNCTIONAL = {"_c10d_functional::all_reduce_": "all_reduce", "_c10d_functional::broadcast_": "broadcast"}
 

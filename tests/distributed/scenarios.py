@@ -802,18 +802,19 @@ def buckets_that_are_copied(rank: int, processes: int, group: dist.ProcessGroup)
 def buckets_that_one_process_cannot_copy(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """All of them reduce the usual ones, and the report says which process could not, and why."""
 
-    def fails(*_: object, **__: object) -> Tensor:
+    def fails(*_: object) -> None:
         raise RuntimeError("no memory that others see")
 
-    with pytest.MonkeyPatch.context() as patch:
-        choose(patch, rank, Sizes(1, 1, 1, copied=1))
-        if rank == 1:
-            patch.setattr(bucket_sizes, "symmetric", fails)
-        step = trained_as_ddp(rank, group)
-    assert_in_graphs(step, collectives=2)
-    (reason,) = (refusal.reason for refusal in step.reports[0].refusals)
-    assert "on rank 1" in reason
-    assert "no memory that others see" in reason
+    for step_of_it in ("memory_like", "show"):
+        with pytest.MonkeyPatch.context() as patch:
+            choose(patch, rank, Sizes(1, 1, 1, copied=1))
+            if rank == 1:
+                patch.setattr(bucket_sizes, step_of_it, fails)
+            step = trained_as_ddp(rank, group)
+        assert_in_graphs(step, collectives=2)
+        (reason,) = (refusal.reason for refusal in step.reports[0].refusals)
+        assert "on rank 1" in reason
+        assert "no memory that others see" in reason
 
 
 def buckets_that_cannot_be_planned(rank: int, processes: int, group: dist.ProcessGroup) -> None:

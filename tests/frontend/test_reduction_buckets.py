@@ -17,8 +17,8 @@ from autostream.frontend import all_reduces
 from autostream.frontend.all_reduces import ALL_REDUCES, USUAL, Sizes
 from autostream.frontend.data_parallel import DataParallel
 from autostream.frontend.fake_processes import fake_processes
-from autostream.frontend.reduction_buckets import gathered, in_buckets, joinable
-from autostream.ir import Program
+from autostream.frontend.reduction_buckets import gathered, in_buckets, joinable, memory_for
+from autostream.ir import Program, Role
 from autostream.options import Options
 from tests.analysis.programs import Tape, aten
 
@@ -136,6 +136,24 @@ def test_memory_that_is_addressed_is_that_of_the_average() -> None:
     offsets = [input_tensors(node)[0].storage_offset() for node in nodes]
     assert [node.args[3] for node in nodes] == offsets
     assert len(set(offsets)) > 3
+
+
+def test_copied_buckets_have_memory_of_their_own_and_stay_in_order() -> None:
+    """Each is gathered in an argument that nothing else uses; collectives are ordered as if all were reduced."""
+    program = program_of(trained)
+    copied = in_buckets(program, Sizes(1, 1, 1, copied=100))
+    graph = analyze(copied)
+    large = [each.nbytes >= 100 for each in reversed([*Net().parameters()])]
+    assert large == [False, True, False, True, False]
+    order = [op.target.split(".")[1] for op in graph.ops.values() if op.group]
+    assert order == ["gather_by_copies" if each else "all_reduce_" for each in large]
+    memory = [place.name for place in copied.placeholders if place.name.startswith("rows_")]
+    assert [place.role for place in copied.placeholders[: len(memory)]] == len(memory) * [Role.CONSTANT]
+    for name in memory:
+        (user,) = graph.users[name]
+        assert "gather_by_copies" in graph.ops[user].target
+    assert [tuple(like.shape) for like, _ in memory_for(copied)] == [(1, 64), (1, 64)]  # of 48 and 54 elements
+    assert copied.placeholders[len(memory) :] == program.placeholders
 
 
 def test_a_program_without_all_reduces_stays() -> None:

@@ -50,22 +50,26 @@ def rows_like(tensors: Sequence[Tensor], group: str) -> Tensor:
     return first.new_empty(processes_in(group), -(-size // step) * step)
 
 
-def symmetric(like: Tensor, group: str, device: str) -> Tensor:
-    """Memory like a tensor that all processes of a group see; each of them has to call this.
-
-    Args:
-        like: has its type and shape.
-        group: its name.
-        device: of this process.
+def memory_like(like: Tensor, device: str) -> Tensor:
+    """Memory like a tensor, in which processes on devices like this one can gather theirs.
 
     Raises:
-        Exception: these processes have no memory that all of them see.
+        Exception: there is not enough.
     """
     if device == "cpu":  # gloo gathers there
         return torch.empty(like.shape, dtype=like.dtype)
-    memory: Tensor = _module().empty(*like.shape, dtype=like.dtype, device=device)
-    _module().rendezvous(memory, group)
-    return memory
+    found: Tensor = _module().empty(*like.shape, dtype=like.dtype, device=device)
+    return found
+
+
+def show(memory: Tensor, group: str) -> None:
+    """Let all processes of a group see the memory of each other; each of them has to call this, once all have theirs.
+
+    Raises:
+        Exception: they cannot.
+    """
+    if memory.device.type != "cpu":
+        _module().rendezvous(memory, group)
 
 
 def can_copy(device: str) -> bool:
