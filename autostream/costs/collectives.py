@@ -8,7 +8,7 @@
     all-to-all                 n - 1      (n - 1)/n
     broadcast, other           n - 1      1
 
-Copy engines start later, and leave the multiprocessors to others, but for one that waits (``peer_memory.py``).
+Copy engines start later; a barrier before and after them keeps one multiprocessor busy (``peer_memory.py``).
 
 The message is the larger of what a process gives and gets. The shares are those of the ring algorithms (Patarasuk &
 Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"; the "bus bandwidth" of nccl-tests).

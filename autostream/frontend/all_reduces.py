@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autostream.frontend.peer_memory import GATHER_BY_COPIES, REDUCTIONS, reduced
+from autostream.frontend.peer_memory import GATHER_BY_COPIES, reduced, reduces
 
 
 class Sizes(NamedTuple):
@@ -92,32 +92,31 @@ def all_reduced(
         sizes: of buckets.
         memory: for each bucket that is copied, what it is gathered in.
     """
-    filled, started, rows = buckets(like, sizes), [], iter(memory)
-    for bucket in filled:
+    started, rows = [], iter(memory)
+    for bucket in buckets(like, sizes):
         flat = [_flat(tensors[at], like[at]) for at in bucket]
-        if is_copied([like[at] for at in bucket], reduction, sizes):
-            started.append(GATHER_BY_COPIES(flat, next(rows), group))
+        if copies := is_copied([like[at] for at in bucket], reduction, group, sizes):
+            whole = GATHER_BY_COPIES(flat, next(rows), group)
         else:
             whole = torch.cat(flat)
             if scale != 1.0:
                 whole.mul_(scale)
-            started.append(torch.ops._c10d_functional.all_reduce_(whole, reduction, group))
+            whole = torch.ops._c10d_functional.all_reduce_(whole, reduction, group)
+        started.append((bucket, whole, copies))
     found: dict[int, Tensor] = {}
-    for bucket, whole in zip(filled, started, strict=True):
+    for bucket, whole, copies in started:
         lengths = [like[at].numel() for at in bucket]
         whole = torch.ops._c10d_functional.wait_tensor(whole)
-        if is_copied([like[at] for at in bucket], reduction, sizes):
-            whole = reduced(whole, sum(lengths), reduction)
-            if scale != 1.0:
-                whole.mul_(scale)
-        parts = whole.split(lengths)  # type: ignore[no-untyped-call]
+        if copies:
+            whole = reduced(whole if scale == 1.0 else whole * scale, sum(lengths), reduction)
+        parts = whole.split(lengths)
         found |= {at: _like(part, like[at]) for at, part in zip(bucket, parts, strict=True)}
     return [found[at] for at in range(len(tensors))]
 
 
-def is_copied(tensors: Sequence[Tensor], reduction: str, sizes: Sizes) -> bool:
+def is_copied(tensors: Sequence[Tensor], reduction: str, group: str, sizes: Sizes) -> bool:
     """Whether a bucket of these tensors is gathered by copies."""
-    return reduction in REDUCTIONS and sum(tensor.nbytes for tensor in tensors) >= sizes.copied
+    return sum(tensor.nbytes for tensor in tensors) >= sizes.copied and reduces(tensors, reduction, group)
 
 
 def buckets(tensors: Sequence[Tensor], sizes: Sizes = USUAL) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Gradients of the processes of one machine, gathered by copy engines: no kernel sends or receives.
+"""Gradients of two processes of one machine, gathered by copy engines: no kernel sends or receives.
 
     rank 0   tensors ──▶ own row ─╮       ╭─ copies of other rows ─╮
                                   ├ wait ─┤                        ├ wait ─▶ sum of all rows
@@ -56,7 +56,7 @@ def memory_like(like: Tensor, device: str) -> Tensor:
     Raises:
         Exception: there is not enough.
     """
-    if device == "cpu":  # gloo gathers there
+    if device == "cpu":  # only in tests, where gloo gathers
         return torch.empty(like.shape, dtype=like.dtype)
     found: Tensor = _module().empty(*like.shape, dtype=like.dtype, device=device)
     return found
@@ -68,8 +68,8 @@ def show(memory: Tensor, group: str) -> None:
     Raises:
         Exception: they cannot.
     """
-    if memory.device.type != "cpu":
-        _module().rendezvous(memory, group)
+    if memory.device.type != "cpu" and _module().rendezvous(memory, group) is None:
+        raise RuntimeError("PyTorch made no symmetric memory of it")
 
 
 def can_copy(device: str) -> bool:
@@ -79,7 +79,20 @@ def can_copy(device: str) -> bool:
         >>> can_copy("cpu")
         False
     """
-    return torch.device(device).type == "cuda" and hasattr(_module(), "rendezvous")
+    if torch.device(device).type != "cuda" or not hasattr(_module(), "get_backend"):
+        return False
+    return bool(_module().get_backend(device) == "CUDA")  # others have no barrier
+
+
+def reduces(tensors: Sequence[Tensor], reduction: str, group: str) -> bool:
+    """Whether a reduction over a group can be done so: a sum of two is the same in both processes.
+
+    Example:
+        >>> reduces([torch.ones(2)], "avg", "nobody's")
+        False
+    """
+    floats = all(tensor.is_floating_point() and tensor.itemsize > 1 for tensor in tensors)
+    return floats and reduction in ("sum", "avg") and processes_in(group) == 2
 
 
 def reduced(rows: Tensor, size: int, reduction: str) -> Tensor:
@@ -90,11 +103,7 @@ def reduced(rows: Tensor, size: int, reduction: str) -> Tensor:
         tensor([2., 4.])
     """
     rows = rows.narrow(1, 0, size)
-    return rows.mean(0) if reduction == "avg" else rows.sum(0, dtype=rows.dtype)
-
-
-REDUCTIONS = frozenset({"sum", "avg"})
-"""Reductions that can be done so."""
+    return rows.mean(0) if reduction == "avg" else rows.sum(0)
 
 
 def _module() -> Any:

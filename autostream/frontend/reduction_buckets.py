@@ -178,9 +178,11 @@ def in_buckets(program: Program, sizes: Sizes) -> Program:
 
 def _copied(joined: fx.Node, sizes: Sizes) -> list[list[Tensor]]:
     """Tensors like those of each bucket that is copied."""
-    like, reduction = [*map(value_of, nodes_in(joined.args[1]))], str(joined.args[2])
-    filled = [[like[at] for at in bucket] for bucket in buckets(like, sizes)]
-    return [each for each in filled if is_copied(each, reduction, sizes)]
+    args: Any = joined.args
+    _, like, reduction, _, group = args
+    values = [*map(value_of, like)]
+    filled = [[values[at] for at in bucket] for bucket in buckets(values, sizes)]
+    return [each for each in filled if is_copied(each, reduction, group, sizes)]
 
 
 def _write(graph: fx.Graph, joined: fx.Node, sizes: Sizes, memory: Sequence[fx.Node]) -> None:

@@ -25,8 +25,7 @@ kernel_graph.py   _inductor.codegen.wrapper_fxir: WrapperFxCodegen, FxConverter 
                   device_codegens, DeviceCodegen.fx_wrapper_codegen,
                   FileBackedGraphModule
 ..                _inductor: ir.ExternKernelOut, select_algorithm.extern_kernels,  2.11, 2.13 no fusion
-                  ir._CollectiveKernel, ir.TensorBox, utils.LineContext,
-                  virtualized.V
+                  utils.LineContext, virtualized.V
 ..                _inductor.codecache.PyCodeCache.load,                            2.11, 2.13 no fusion
                   _inductor.runtime.cache_dir_utils.cache_dir
 ..                ops.inductor._reinterpret_tensor, V.graph.mutated_buffers        2.11, 2.13 fusing fails

@@ -11,7 +11,8 @@ So are gathers by copies; as any other ops, they would be put late, since they a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,14 +46,23 @@ def functional_collectives(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def own_lowerings() -> dict[Any, Callable[..., Any]]:
-    """Lowerings of collectives of our own, which keep them in order with others."""
+@contextmanager
+def gathers_in_order(graph: fx.Graph) -> Iterator[None]:
+    """Let TorchInductor keep the gathers by copies of a graph in order with other collectives while it compiles it."""
+    if not graph.find_nodes(op="call_function", target=GATHER_BY_COPIES):
+        yield
+        return
     from torch._inductor import ir
+    from torch._inductor.lowering import lowerings
 
-    def gather(*args: Any) -> Any:
+    def lowered(*args: Any) -> Any:
         return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(GATHER_BY_COPIES, *args))  # type: ignore[arg-type]
 
-    return {GATHER_BY_COPIES: gather}
+    lowerings[GATHER_BY_COPIES] = lowered
+    try:
+        yield
+    finally:
+        del lowerings[GATHER_BY_COPIES]
 
 
 def _functional(node: fx.Node) -> str:

@@ -40,7 +40,7 @@ from autostream.fusion.channels_last import (
     is_channels_last,
     trains_convolutions,
 )
-from autostream.fusion.collectives import functional_collectives, own_lowerings
+from autostream.fusion.collectives import functional_collectives, gathers_in_order
 from autostream.fusion.in_place_products import keep_in_place, restore_in_place
 from autostream.fusion.kernel_values import (
     arguments_of,
@@ -95,7 +95,7 @@ NEEDED: Mapping[str, Sequence[str]] = {
     "torch._inductor.graph": ["GraphLowering.decide_layout_opt"],
     "torch._inductor.codecache": ["PyCodeCache.load"],
     "torch._inductor.runtime.cache_dir_utils": ["cache_dir"],
-    "torch._inductor.ir": ["ExternKernelOut", "TensorBox.create", "_CollectiveKernel.create_out_of_place"],
+    "torch._inductor.ir": ["ExternKernelOut"],
     "torch._inductor.select_algorithm": ["extern_kernels"],
     "torch._inductor.utils": ["LineContext"],
     "torch._inductor.virtualized": ["V"],
@@ -390,7 +390,6 @@ def _compiled(module: fx.GraphModule, device: torch.device, constants: Mapping[i
     """Compile a graph to a graph of kernels, by the steps of Inductor's inference path without AOTAutograd."""
     from torch._inductor.compile_fx import compile_fx_inner, record_original_output_strides
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-    from torch._inductor.lowering import lowerings
 
     from autostream.fusion.kernel_graph import capture_kernel_graphs
 
@@ -408,7 +407,7 @@ def _compiled(module: fx.GraphModule, device: torch.device, constants: Mapping[i
             module = _frozen(module, constants)
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(mock.patch.object(mode, "allow_non_fake_inputs", True))  # for constants, like Inductor
-        stack.enter_context(mock.patch.dict(lowerings, own_lowerings()))
+        stack.enter_context(gathers_in_order(module.graph))
         graphs = stack.enter_context(capture_kernel_graphs(device))
         module.graph.output_node().meta["user_visible_output_idxs"] = range(len(outputs_of(module)))
         compile_fx_inner(module, values, fx_wrapper=True, is_inference=True, layout_opt=_layout_opt(module))

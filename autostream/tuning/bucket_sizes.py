@@ -33,6 +33,7 @@ from autostream.scheduling.communication import with_collectives
 from autostream.scheduling.simulate import run_us
 from autostream.store import Notes
 from autostream.tuning.agreement import Peers, agree, peers_of
+from autostream.tuning.budget import COLLECTIVES_SHARE
 from autostream.tuning.candidates import SEARCH_SHARE, best_of, candidates_for
 from autostream.tuning.pricing import link_between, price_program
 from autostream.utils.stopwatch import Stopwatch
@@ -41,7 +42,7 @@ _MIB = 1 << 20
 
 TRIED = (
     USUAL,
-    Sizes(12 * _MIB, 12 * _MIB, USUAL.last, copied=2 * _MIB),
+    Sizes(12 * _MIB, 12 * _MIB, USUAL.last, copied=4 * _MIB),
     Sizes(inf, inf, 0),
     USUAL._replace(middle=6 * _MIB),
     Sizes(25 * _MIB, 25 * _MIB, 0),
@@ -121,7 +122,8 @@ def _memory(program: Program, peers: Peers) -> list[Tensor]:
         for tensor, (_, group) in zip(memory, likes, strict=True):
             show(tensor, group)
 
-    # In two steps: a process without memory of its own would leave the others waiting for it.
+    # In two steps: others would wait in vain for a process that has no memory. One that the others cannot see leaves
+    # them waiting, too, as long as the store of their group does.
     memory: list[Tensor] = peers.together(
         "memory for copies", lambda: [memory_like(like, program.device) for like, _ in likes], failing=CaptureError
     )
@@ -157,28 +159,30 @@ def best_of_tried(
     end = time.monotonic() + seconds
     copies &= link is None or link.copying is not None
     made = {at: bucketing(program, sizes) for at, sizes in enumerate(TRIED) if copies or sizes.copied == inf}
-    copied = {at for at, ops in made.items() if any(count for _, count in ops)}
     # Of sizes that make the same buckets, the first is kept.
     different = sorted({repr(made[at]): at for at in reversed(made)}.values())
+    margins = {at: _COPIES_MARGIN if any(copied for _, copied in made[at]) else _MARGIN for at in different}
     if len(different) == 1:
         return 0, ()
-
-    def predicted(at: int) -> tuple[float, float]:
-        return _predicted_us(in_buckets(program, TRIED[at]), options, profile, link)
-
-    usual_us, without_us = predicted(0)
+    usual_us, without_us = _predicted_us(in_buckets(program, USUAL), options, profile, link)
     times = {0: usual_us}
-    least = _COPIES_MARGIN if copied else _MARGIN
-    for at in different[1:] if without_us < usual_us * (1 - least) else ():
-        if time.monotonic() < end:
-            found_us, _ = predicted(at)
-            if found_us < usual_us * (1 - (least if at in copied else _MARGIN)):
+    for at in different[1:] if without_us < usual_us * (1 - min(margins.values())) else ():
+        bucketed = in_buckets(program, TRIED[at])
+        if time.monotonic() < end and _has_room(bucketed, profile):
+            found_us, _ = _predicted_us(bucketed, options, profile, link)
+            if found_us < usual_us * (1 - margins[at]):
                 times[at] = found_us
     best = min(times, key=times.__getitem__)
     if best == 0:
         return 0, ()
     reason = f"{TRIED[best]}: {times[best]:,.0f} µs are predicted, and {usual_us:,.0f} with {USUAL}"
     return best, (Decision("", "buckets", reason),)
+
+
+def _has_room(program: Program, profile: DeviceProfile | None) -> bool:
+    """Whether what a program gathers is a small part of the device's memory."""
+    gathered = sum(like.nbytes for like, _ in memory_for(program))
+    return profile is None or gathered <= COLLECTIVES_SHARE * (profile.memory_bytes or inf)
 
 
 def _predicted_us(

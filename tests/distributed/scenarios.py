@@ -1112,7 +1112,6 @@ IN_FOUR: dict[str, Scenario] = {
     for each in (
         subgroups_as_ddp,
         rows_and_columns,
-        buckets_that_are_copied,
         stages_as_the_whole_model,
         processes_that_measure_other_times_choose_the_same,
         a_process_dies_in_a_step,

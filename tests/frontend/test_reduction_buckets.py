@@ -140,9 +140,11 @@ def test_memory_that_is_addressed_is_that_of_the_average() -> None:
 
 def test_copied_buckets_have_memory_of_their_own_and_stay_in_order() -> None:
     """Each is gathered in an argument that nothing else uses; collectives are ordered as if all were reduced."""
-    program = program_of(trained)
-    copied = in_buckets(program, Sizes(1, 1, 1, copied=100))
-    graph = analyze(copied)
+    step, batch = trained(Net())
+    with fake_processes(2) as group:
+        program = step.over(group).traced(batch, Options()).program
+        copied = in_buckets(program, Sizes(1, 1, 1, copied=100))
+        graph = analyze(copied)
     large = [each.nbytes >= 100 for each in reversed([*Net().parameters()])]
     assert large == [False, True, False, True, False]
     order = [op.target.split(".")[1] for op in graph.ops.values() if op.group]
@@ -152,7 +154,7 @@ def test_copied_buckets_have_memory_of_their_own_and_stay_in_order() -> None:
     for name in memory:
         (user,) = graph.users[name]
         assert "gather_by_copies" in graph.ops[user].target
-    assert [tuple(like.shape) for like, _ in memory_for(copied)] == [(1, 64), (1, 64)]  # of 48 and 54 elements
+    assert [tuple(like.shape) for like, _ in memory_for(copied)] == [(2, 64), (2, 64)]  # of 48 and 54 elements
     assert copied.placeholders[len(memory) :] == program.placeholders
 
 

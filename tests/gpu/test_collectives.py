@@ -128,13 +128,11 @@ def by_copies(kernels: str, rank: int, processes: int, group: dist.ProcessGroup)
     assert sum("gather_by_copies" in target for target in targets) == 5
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_gpus_train_as_ddp(processes: int) -> None:
+@pytest.mark.parametrize(("processes", "ways"), [(2, (on_gpus, by_copies)), (4, (on_gpus,))], ids=["two", "four"])
+def test_gpus_train_as_ddp(processes: int, ways: tuple[Any, ...]) -> None:
     if torch.cuda.device_count() < processes:
         pytest.skip(f"there are not {processes} GPUs")
-    scenarios = {
-        f"{each.__name__}, {kernels}": partial(each, kernels) for each in (on_gpus, by_copies) for kernels in LEVELS
-    }
+    scenarios = {f"{each.__name__}, {kernels}": partial(each, kernels) for each in ways for kernels in LEVELS}
     found = outcomes(scenarios, processes, backend="nccl")
     failed = {name: texts for name, texts in found.items() if any(texts)}
     assert not failed, "\n".join(f"{name}: {text}" for name, texts in failed.items() for text in texts)
