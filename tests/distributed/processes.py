@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import socket
@@ -79,7 +80,10 @@ def _process(
 ) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    select._ROUND_US["cpu"] = 1.0  # as in ``conftest.py``
+    # As in ``conftest.py``:
+    select._ROUND_US["cpu"] = 1.0
+    gc.set_threshold(20_000, 10, 10)
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
     os.environ["AUTOSTREAM_CACHE_DIR"] = cache
     store = dist.TCPStore("127.0.0.1", port, processes, is_master=rank == 0)
     if backend == "nccl":
