@@ -74,8 +74,6 @@ ALLOCATES_ONLY = frozenset({"empty", "empty_like", "empty_permuted", "empty_stri
 _CHECKS = frozenset({"_assert_async", "_linalg_check_errors"})
 
 _COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
-_OUR_OWN = "autostream"
-"""Namespace of an op that communicates, and is over where others only begin (``peer_memory.py``)."""
 _WAIT = "_c10d_functional::wait_tensor"
 EVERY_GROUP = "collective"
 """The order of a call that may communicate over any process group."""
@@ -200,10 +198,15 @@ def group_of(node: fx.Node) -> str:
         >>> group_of(graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "0")))
         '0'
     """
-    if not isinstance(node.target, OpOverload) or node.target.namespace not in {*_COLLECTIVES, _OUR_OWN}:
+    if not isinstance(node.target, OpOverload) or not _takes_group(node.target):
         return ""
     group = bound_arguments(node, node.target).get("group_name", "")
     return str(getattr(group, "group_name", group))
+
+
+@cache
+def _takes_group(target: OpOverload) -> bool:
+    return any(argument.name == "group_name" for argument in target._schema.arguments)
 
 
 # --- operators with a schema -----------------------------------------------------------------------------------------

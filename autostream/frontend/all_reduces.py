@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autostream.frontend.peer_memory import GATHER_BY_COPIES, reduced, reduces
+from autostream.frontend.peer_memory import GATHER_BY_COPIES, can_reduce, reduced
 
 
 class Sizes(NamedTuple):
@@ -106,6 +106,7 @@ def all_reduced(
     found: dict[int, Tensor] = {}
     for bucket, whole, copies in started:
         lengths = [like[at].numel() for at in bucket]
+        # A gather is over already, but without a wait TorchInductor would move it down to its first reader.
         whole = torch.ops._c10d_functional.wait_tensor(whole)
         if copies:
             whole = reduced(whole if scale == 1.0 else whole * scale, sum(lengths), reduction)
@@ -116,7 +117,7 @@ def all_reduced(
 
 def is_copied(tensors: Sequence[Tensor], reduction: str, group: str, sizes: Sizes) -> bool:
     """Whether a bucket of these tensors is gathered by copies."""
-    return sum(tensor.nbytes for tensor in tensors) >= sizes.copied and reduces(tensors, reduction, group)
+    return sum(tensor.nbytes for tensor in tensors) >= sizes.copied and can_reduce(tensors, reduction, group)
 
 
 def buckets(tensors: Sequence[Tensor], sizes: Sizes = USUAL) -> list[list[int]]:

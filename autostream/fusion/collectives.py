@@ -6,7 +6,7 @@
 AOTAutograd functionalizes no operator outside of ATen whose result aliases an argument. It removes the copy, and where
 nothing else needs ``x``, TorchInductor reduces in place again. What fills a bucket is fused with the ops before it,
 what reads it with those behind it, and collectives and waits are ops between these kernels, in the order given.
-So are gathers by copies; as any other ops, they would be put late, since they allocate memory.
+So are gathers by copies: TorchInductor takes them for collectives here; other ops that allocate memory it puts late.
 """
 
 from __future__ import annotations

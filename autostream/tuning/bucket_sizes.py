@@ -25,7 +25,7 @@ from autostream.costs.roofline import WAIT
 from autostream.costs.this_device import profile_here
 from autostream.errors import CaptureError, GroupError, first_line
 from autostream.frontend.all_reduces import USUAL, Sizes
-from autostream.frontend.peer_memory import can_copy, memory_like, show
+from autostream.frontend.peer_memory import allocate, can_copy, rendezvous
 from autostream.frontend.reduction_buckets import bucketing, gathered, in_buckets, joinable, memory_for, summands
 from autostream.ir import Costs, Decision, DeviceProfile, OpGraph, Program
 from autostream.options import Options
@@ -117,15 +117,17 @@ def _memory(program: Program, peers: Peers) -> list[Tensor]:
         CaptureError: a process has no memory for it, or none that the others see.
     """
     likes = memory_for(program)
+    if not likes:
+        return []
 
     def seen() -> None:
         for tensor, (_, group) in zip(memory, likes, strict=True):
-            show(tensor, group)
+            rendezvous(tensor, group)
 
     # In two steps: others would wait in vain for a process that has no memory. One that the others cannot see leaves
     # them waiting, too, as long as the store of their group does.
     memory: list[Tensor] = peers.together(
-        "memory for copies", lambda: [memory_like(like, program.device) for like, _ in likes], failing=CaptureError
+        "memory for copies", lambda: [allocate(like, program.device) for like, _ in likes], failing=CaptureError
     )
     peers.together("memory that all see", seen, failing=CaptureError)
     return memory
@@ -167,8 +169,10 @@ def best_of_tried(
     usual_us, without_us = _predicted_us(in_buckets(program, USUAL), options, profile, link)
     times = {0: usual_us}
     for at in different[1:] if without_us < usual_us * (1 - min(margins.values())) else ():
+        if time.monotonic() >= end:
+            break
         bucketed = in_buckets(program, TRIED[at])
-        if time.monotonic() < end and _has_room(bucketed, profile):
+        if _has_room(bucketed, profile):
             found_us, _ = _predicted_us(bucketed, options, profile, link)
             if found_us < usual_us * (1 - margins[at]):
                 times[at] = found_us
@@ -181,8 +185,8 @@ def best_of_tried(
 
 def _has_room(program: Program, profile: DeviceProfile | None) -> bool:
     """Whether what a program gathers is a small part of the device's memory."""
-    gathered = sum(like.nbytes for like, _ in memory_for(program))
-    return profile is None or gathered <= COLLECTIVES_SHARE * (profile.memory_bytes or inf)
+    rows = sum(like.nbytes for like, _ in memory_for(program))
+    return profile is None or rows <= COLLECTIVES_SHARE * (profile.memory_bytes or inf)
 
 
 def _predicted_us(
@@ -201,6 +205,6 @@ def _predicted_us(
 
 def _without_fused_sums(costs: Costs, graph: OpGraph) -> Costs:
     """The costs, but for the sums of what was copied, which TorchInductor fuses with the ops that read them."""
-    gathered = {name for op in graph.ops.values() if copies_by_engine(op) for name in op.writes}
-    sums = {op.name for op in graph.ops.values() if not gathered.isdisjoint(op.reads) and op.target != WAIT}
+    rows = {name for op in graph.ops.values() if copies_by_engine(op) for name in op.writes}
+    sums = {op.name for op in graph.ops.values() if not rows.isdisjoint(op.reads) and op.target != WAIT}
     return {name: replace(cost, duration_us=0.0) if name in sums else cost for name, cost in costs.items()}

@@ -805,7 +805,7 @@ def buckets_that_one_process_cannot_copy(rank: int, processes: int, group: dist.
     def fails(*_: object) -> None:
         raise RuntimeError("no memory that others see")
 
-    for step_of_it in ("memory_like", "show"):
+    for step_of_it in ("allocate", "rendezvous"):
         with pytest.MonkeyPatch.context() as patch:
             choose(patch, rank, Sizes(1, 1, 1, copied=1))
             if rank == 1:
