@@ -108,7 +108,7 @@ def test_a_step_with_reductions_of_its_own_is_replayed(group: dist.ProcessGroup)
         torch.testing.assert_close(step(x), expected.detach(), rtol=1e-4, atol=1e-5)
     (report,) = step.reports
     assert report.mode == "cuda graph", report.refusals
-    assert len(report.graph.collectives) == 6  # type: ignore[union-attr]
+    assert 0 < len(report.graph.collectives) < 6  # type: ignore[union-attr]  # joined in buckets
 
 
 def on_gpus(kernels: str, rank: int, processes: int, group: dist.ProcessGroup) -> None:
