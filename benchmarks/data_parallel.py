@@ -5,7 +5,8 @@
 
 `alone` is the step without collectives on one GPU, `any_memory` the step without a memory budget, and `all_reduce` are
 its sums by NCCL, 25 MiB at a time, with nothing beside them. Sums are `exposed` while no other kernel runs: the share
-of the time in which NCCL's kernels or copies between GPUs run, in profiled replays, of the process where it is largest.
+of the time in which NCCL's kernels or copies between GPUs run, the median of profiled replays, of the process where it
+is largest. That includes waiting for the other processes: the share is lowest on the one that the others wait for.
 What a step takes more than alone, (autostream - alone) / all_reduce, is `added`: sums that are hidden slow down what
 runs beside them.
 In a group of one, autostream / alone says what NCCL costs. All processes run each mode equally often, in interleaved
@@ -175,20 +176,20 @@ def row(name: str, modes: Sequence[str], device: torch.device, rounds: int) -> d
     slowest = {mode: [max(each[mode] for each in turn) for turn in zip(*of_all, strict=True)] for mode in steps}
     us = {mode: round(median(values), 2) for mode, values in slowest.items()}
     dist.all_gather_object(of_all, {mode: sums_of(_replays(steps[mode], device)) for mode in reports})
-    sums = {mode: max(found[mode] for found in of_all) for mode in reports}
+    sums = {mode: [found[mode] for found in of_all] for mode in reports if of_all[0][mode].us}
     return {
         "workload": name,
         "batch": batch,
         "us": us,
-        "exposed_us": {mode: round(each.exposed_us, 2) for mode, each in sums.items() if each.us},
-        "exposed": {mode: round(each.share, 3) for mode, each in sums.items() if each.us},
+        "exposed_us": {mode: [round(each.exposed_us, 2) for each in found] for mode, found in sums.items()},
+        "exposed": {mode: [round(each.share, 3) for each in found] for mode, found in sums.items()},
         "schedules": {mode: _described(report) for mode, report in reports.items()},
         "failed": failed,
     }
 
 
 class Sums(NamedTuple):
-    """The sums of a replay, on average.
+    """The sums of a step on one process: medians of its replays.
 
     Attributes:
         share: of their time in which no other kernel runs.
@@ -209,16 +210,15 @@ def sums_of(runs: Sequence[Sequence[Kernel]]) -> Sums:
         >>> sums_of([[product, Kernel(("ncclDevKernel_AllReduce",), 2, 3.0, 11.0), updates]])
         Sums(share=0.375, exposed_us=3.0, us=8.0)
     """
-    communicating_us = exposed_us = 0.0
+    found = []
     for run in runs:
         sums, others = (
             [(each.start_us, each.end_us) for each in run if _communicates(each) == kind] for kind in (True, False)
         )
-        communicating_us += uncovered_us(sums, [])
-        exposed_us += uncovered_us(sums, others)
-    if not communicating_us:
-        return Sums(0.0, 0.0, 0.0)
-    return Sums(exposed_us / communicating_us, exposed_us / len(runs), communicating_us / len(runs))
+        us, exposed_us = uncovered_us(sums, []), uncovered_us(sums, others)
+        if us:
+            found.append((exposed_us / us, exposed_us, us))
+    return Sums(*map(median, zip(*found, strict=True))) if found else Sums(0.0, 0.0, 0.0)
 
 
 def _communicates(kernel: Kernel) -> bool:
@@ -247,7 +247,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         cells = [f"{us[mode]:,.0f}" if mode in us else "failed" if mode in each["failed"] else "" for mode in MODES]
         over = [f"{us[mode] / us['autostream']:.2f}×" if {mode, "autostream"} <= us.keys() else "" for mode in _OVER]
         costs = f"{us['autostream'] / us['alone'] - 1:+.1%}" if {"alone", "autostream"} <= us.keys() else ""
-        shares = (added_share(us), each.get("exposed", {}).get("autostream"))
+        shares = (added_share(us), max(each["exposed"].get("autostream", ()), default=None))
         told = ["" if share is None else f"{share:.0%}" for share in shares]
         lines.append([each["workload"], each["batch"], *cells, *over, costs, *told])
     names = [mode.replace("_", " ") for mode in MODES]

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from autostream.runtime.measured_timeline import Kernel
 from benchmarks import data_parallel
-from benchmarks.data_parallel import main, table
+from benchmarks.data_parallel import main, sums_of, table
 from benchmarks.zoo import TrainingWorkload
 from tests.distributed.processes import outcomes
 
@@ -58,9 +59,23 @@ def test_a_command_starts_processes_and_saves_what_they_measure(
 
 def test_ratios_and_shares_follow_from_times() -> None:
     us = {"alone": 1000.0, "autostream": 1010.0, "ddp": 2020.0, "all_reduce": 200.0}
-    row = {"workload": "net", "batch": 4, "us": us, "exposed": {"autostream": 0.031}, "failed": {"ddp_compiled": "no"}}
+    row = {
+        "workload": "net",
+        "batch": 4,
+        "us": us,
+        "exposed": {"autostream": [0.031, 0.018]},
+        "failed": {"ddp_compiled": "no"},
+    }
     cells = [cell.strip() for cell in table([row]).splitlines()[2].strip("|").split("|")]
     assert cells == ["net", "4", "1,000", "1,010", "", "2,020", "failed", "200", "2.00×", "", "+1.0%", "5%", "3%"]
+
+
+def test_a_replay_that_waits_for_another_process_does_not_count_for_all() -> None:
+    """Of three replays, the sum is hidden but for 1 of 5 us in two; in the third it waits for the other process."""
+    product = Kernel(("gemm",), 1, 0.0, 6.0)
+    runs = [[product, Kernel(("ncclDevKernel_AllReduce",), 2, 2.0, end)] for end in (7.0, 502.0, 7.0)]
+    assert sums_of(runs) == (0.2, 1.0, 5.0)
+    assert sums_of([[product]]) == (0.0, 0.0, 0.0)
 
 
 def test_sums_alone_are_those_of_the_step(capsys: pytest.CaptureFixture[str]) -> None:
