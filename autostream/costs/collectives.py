@@ -16,7 +16,7 @@ Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations
 
 from __future__ import annotations
 
-from autostream.costs.interconnects import Interconnect
+from autostream.costs.interconnects import Interconnect, Protocol
 from autostream.costs.occupancy import Kernel, busy_share
 from autostream.ir import DeviceProfile, Op
 
@@ -37,16 +37,26 @@ def collective_us(op: Op, interconnect: Interconnect) -> float:
         >>> collective_us(op, Interconnect("mine", hop_us=0.5, protocols=(Protocol(start_us=5.0, bandwidth=1024.0),)))
         1544.0
     """
-    others = op.processes - 1
     if interconnect.copying and copies_by_engine(op):
-        start_us, bandwidth = interconnect.copying
-        return start_us + op.bytes_written * others / op.processes / bandwidth  # of all rows but its own
-    message, share = max(op.bytes_read, op.bytes_written), 1.0
+        return gather_us(op.bytes_written // op.processes, op.processes, interconnect.copying)
+    message = max(op.bytes_read, op.bytes_written)
+    if "all_reduce" in op.target:
+        return all_reduce_us(message, op.processes, interconnect)
+    others, share = op.processes - 1, 1.0
     if any(kind in op.target for kind in _DIVIDED):
         share = others / op.processes
-    passes = 2 if "all_reduce" in op.target else 1
-    sent = passes * share * message if others else 0.0
-    return interconnect.message_us(passes * others, sent)
+    return interconnect.message_us(others, share * message if others else 0.0)
+
+
+def all_reduce_us(size: int, processes: int, interconnect: Interconnect) -> float:
+    """How long an all-reduce of so many bytes of each process takes, µs."""
+    others = processes - 1
+    return interconnect.message_us(2 * others, 2 * others / processes * size)
+
+
+def gather_us(size: int, processes: int, copying: Protocol) -> float:
+    """How long copy engines take to gather so many bytes of each process, all but its own, µs."""
+    return copying.start_us + size * (processes - 1) / copying.bandwidth
 
 
 def copies_by_engine(op: Op) -> bool:
@@ -54,7 +64,7 @@ def copies_by_engine(op: Op) -> bool:
     return "gather_by_copies" in op.target
 
 
-_DIVIDED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_DIVIDED = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 def share_of_collective(op: Op, profile: DeviceProfile) -> float:

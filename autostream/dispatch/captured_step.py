@@ -31,7 +31,7 @@ from autostream.ir import DeviceProfile, Program, Role
 from autostream.options import Options
 from autostream.pipeline import check_one_device, check_plannable, device_of, plan_program
 from autostream.reporting.report import Report
-from autostream.tuning.bucket_sizes import TRIED, best_of_tried, in_best_buckets
+from autostream.tuning.best_buckets import best_buckets, in_best_buckets
 from autostream.utils.stopwatch import Stopwatch
 
 
@@ -164,8 +164,8 @@ class TracedStep:
             profile: the device that the step was traced for.
             link: what processes communicate over; by default, what the device has.
         """
-        at, notes = best_of_tried(self.program, options, profile, link)
-        program = in_buckets(self.program, TRIED[at])
+        filled, notes = best_buckets(self.program, options, profile, link)
+        program = in_buckets(self.program, filled)
         memory = [torch.empty((), dtype=like.dtype).expand(like.shape) for like, _ in memory_for(program)]
         known = [*memory, *self.arguments], self.name, self.label, options, profile, self.stopwatch, link
         report = plan_program(program, *known)

@@ -5,48 +5,47 @@
 
 The last tensors come first, as gradients do. Buckets of an eager step are those of ``DistributedDataParallel``, but the
 last one is small, as nothing is left to hide it. A traced graph has one op for all tensors, until
-``tuning/bucket_sizes.py`` knows how large its buckets should be, and which are copied. No tensor is split.
+``tuning/best_buckets.py`` knows which are ready together, and which buckets are copied. No tensor is split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autostream.frontend.peer_memory import GATHER_BY_COPIES, can_reduce, reduced
+from autostream.frontend.peer_memory import GATHER_BY_COPIES, reduced
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors of one dtype and device that are reduced together.
+
+    Attributes:
+        tensors: their positions.
+        copied: whether devices copy them from each other, instead of an all-reduce.
+    """
+
+    tensors: tuple[int, ...]
+    copied: bool = False
 
 
 class Sizes(NamedTuple):
-    """How large buckets of one dtype and device are.
+    """How large buckets of one dtype and device are, if nothing is known of when their tensors are ready.
 
     Attributes:
         first: bytes that fill the first bucket: a small one begins early.
         middle: bytes that fill others.
         last: how many bytes, at least, the last tensors have that are a bucket of their own: a small one ends soon.
-        copied: how many bytes a bucket has, at least, that devices copy from each other instead of an all-reduce.
-
-    Example:
-        >>> print(USUAL, "or", Sizes(inf, inf, 0, 4 << 20))
-        1 MiB, then 25 MiB, 0.25 MiB at last or all in one, copied from 4 MiB on
     """
 
     first: float
     middle: float
     last: float
-    copied: float = inf
-
-    def __str__(self) -> str:
-        """In words."""
-        first, middle, last, copied = (f"{size / _MIB:g} MiB" for size in self)
-        if self.first == inf:
-            sizes = "all in one"
-        else:
-            sizes = f"{first}, then {middle}, {last} at last" if self.last else middle
-        return sizes if self.copied == inf else f"{sizes}, copied from {copied} on"
 
 
 _MIB = 1 << 20
@@ -78,7 +77,7 @@ def all_reduced(
     reduction: str,
     scale: float,
     group: str,
-    sizes: Sizes = USUAL,
+    filled: Sequence[Bucket] = (),
     memory: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """The reductions of tensors over a process group, in new memory.
@@ -89,39 +88,34 @@ def all_reduced(
         reduction: of the group's backend, such as ``"sum"``.
         scale: what a term is multiplied by before.
         group: its name.
-        sizes: of buckets.
+        filled: the buckets; by default, those of the usual sizes.
         memory: for each bucket that is copied, what it is gathered in.
     """
     started, rows = [], iter(memory)
-    for bucket in buckets(like, sizes):
-        flat = [_flat(tensors[at], like[at]) for at in bucket]
-        if copies := is_copied([like[at] for at in bucket], reduction, group, sizes):
+    for bucket in filled or buckets(like):
+        flat = [_flat(tensors[at], like[at]) for at in bucket.tensors]
+        if bucket.copied:
             whole = GATHER_BY_COPIES(flat, next(rows), group)
         else:
             whole = torch.cat(flat)
             if scale != 1.0:
                 whole.mul_(scale)
             whole = torch.ops._c10d_functional.all_reduce_(whole, reduction, group)
-        started.append((bucket, whole, copies))
+        started.append((bucket, whole))
     found: dict[int, Tensor] = {}
-    for bucket, whole, copies in started:
-        lengths = [like[at].numel() for at in bucket]
+    for bucket, whole in started:
+        lengths = [like[at].numel() for at in bucket.tensors]
         # A gather is over already, but without a wait TorchInductor would move it down to its first reader.
         whole = torch.ops._c10d_functional.wait_tensor(whole)
-        if copies:
+        if bucket.copied:
             whole = reduced(whole if scale == 1.0 else whole * scale, sum(lengths), reduction)
         parts = whole.split(lengths)
-        found |= {at: _like(part, like[at]) for at, part in zip(bucket, parts, strict=True)}
+        found |= {at: _like(part, like[at]) for at, part in zip(bucket.tensors, parts, strict=True)}
     return [found[at] for at in range(len(tensors))]
 
 
-def is_copied(tensors: Sequence[Tensor], reduction: str, group: str, sizes: Sizes) -> bool:
-    """Whether a bucket of these tensors is gathered by copies."""
-    return sum(tensor.nbytes for tensor in tensors) >= sizes.copied and can_reduce(tensors, reduction, group)
-
-
-def buckets(tensors: Sequence[Tensor], sizes: Sizes = USUAL) -> list[list[int]]:
-    """The positions of the tensors that are reduced together, the last tensors first.
+def buckets(tensors: Sequence[Tensor], sizes: Sizes = USUAL) -> list[Bucket]:
+    """Buckets by size, the last tensors first.
 
     Args:
         tensors: gradients in the order in which a forward uses their parameters, as a rule.
@@ -129,14 +123,12 @@ def buckets(tensors: Sequence[Tensor], sizes: Sizes = USUAL) -> list[list[int]]:
 
     Example:
         >>> small, large = torch.empty(8), torch.empty(1 << 20)
-        >>> buckets([small, large, small, small.double(), small])
-        [[3], [4, 2, 1], [0]]
-        >>> buckets([small, large, large, large, large, small])
-        [[5, 4], [3, 2], [1, 0]]
-        >>> buckets([small, large, large, large, large, small], Sizes(1, 4 << 20, 1))
-        [[5], [4], [3], [2], [1], [0]]
-        >>> buckets([small, large, large, small], Sizes(inf, inf, 0))
-        [[3, 2, 1, 0]]
+        >>> [each.tensors for each in buckets([small, large, small, small.double(), small])]
+        [(3,), (4, 2, 1), (0,)]
+        >>> [each.tensors for each in buckets([small, large, large, large, large, small])]
+        [(5, 4), (3, 2), (1, 0)]
+        >>> [each.tensors for each in buckets([small, large, large, large, large, small], Sizes(1, 4 << 20, 1))]
+        [(5,), (4,), (3,), (2,), (1,), (0,)]
     """
     kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
     counts = [tensor.numel() * tensor.itemsize for tensor in tensors]
@@ -159,7 +151,7 @@ def buckets(tensors: Sequence[Tensor], sizes: Sizes = USUAL) -> list[list[int]]:
         filling[kind].append(at)
         filled[kind] += counts[at]
     done += [bucket for bucket in filling.values() if bucket]
-    return sorted(done, key=lambda bucket: -bucket[-1])  # as they fill
+    return [Bucket(tuple(each)) for each in sorted(done, key=lambda each: -each[-1])]  # as they fill
 
 
 def _dimensions(tensor: Tensor) -> list[int]:

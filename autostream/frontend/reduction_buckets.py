@@ -12,7 +12,7 @@ import copy
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from autostream.analysis.effects import effects_of
 from autostream.analysis.values import nodes_in, storages_in, value_of
-from autostream.frontend.all_reduces import ALL_REDUCES, Sizes, all_reduced, buckets, is_copied
+from autostream.frontend.all_reduces import ALL_REDUCES, Bucket, all_reduced, buckets
 from autostream.frontend.dynamo import compile_lock
 from autostream.frontend.peer_memory import GATHER_BY_COPIES, rows_like
 from autostream.ir import Placeholder, Program, Role
@@ -129,19 +129,39 @@ def _with_graph(program: Program, graph: fx.Graph) -> Program:
     return replace(program, module=fx.GraphModule(program.module, graph), outputs=outputs)
 
 
+class Sums(NamedTuple):
+    """An op for all-reduces.
+
+    Attributes:
+        sources: what it reduces.
+        like: for each, a tensor as which the result is laid out.
+        reduction: of the group's backend, such as ``"sum"``.
+        group: the name of the process group.
+    """
+
+    sources: Sequence[fx.Node]
+    like: Sequence[Tensor]
+    reduction: str
+    group: str
+
+
+def sums_of(program: Program) -> list[Sums]:
+    """The ops for all-reduces of a program, in order."""
+    found = []
+    for node in program.module.graph.find_nodes(op="call_function", target=ALL_REDUCES):
+        args: Any = node.args
+        sources, like, reduction, _, group = args
+        found.append(Sums(sources, [*map(value_of, like)], reduction, group))
+    return found
+
+
 def summands(program: Program) -> list[str]:
     """What a program reduces, in order, in words: all processes have to do the same."""
     return [
-        f"{node.args[2]} of a tensor of {tuple(tensor.shape)} and {tensor.dtype}"
-        for node in program.module.graph.find_nodes(op="call_function", target=ALL_REDUCES)
-        for tensor in map(value_of, nodes_in(node.args[1]))
+        f"{sums.reduction} of a tensor of {tuple(tensor.shape)} and {tensor.dtype}"
+        for sums in sums_of(program)
+        for tensor in sums.like
     ]
-
-
-def bucketing(program: Program, sizes: Sizes) -> list[tuple[list[list[int]], int]]:
-    """The buckets of each op for all-reduces of a program, and how many of them are copied."""
-    nodes = program.module.graph.find_nodes(op="call_function", target=ALL_REDUCES)
-    return [(buckets([*map(value_of, nodes_in(node.args[1]))], sizes), len(_copied(node, sizes))) for node in nodes]
 
 
 def memory_for(program: Program) -> list[tuple[Tensor, str]]:
@@ -156,53 +176,47 @@ def memory_for(program: Program) -> list[tuple[Tensor, str]]:
     return [(value_of(node), groups[node]) for node in places if node in groups]
 
 
-def in_buckets(program: Program, sizes: Sizes) -> Program:
+def in_buckets(program: Program, filled: Sequence[Sequence[Bucket]] = ()) -> Program:
     """The same program, with buckets in place of each op for all-reduces, and arguments in which some are gathered.
 
     Args:
         program: of ATen ops; it stays as it is, and is returned if it has none of them.
-        sizes: of the buckets.
+        filled: the buckets of each op; by default, those of the usual sizes.
     """
-    if not program.module.graph.find_nodes(op="call_function", target=ALL_REDUCES):
+    ops = sums_of(program)
+    if not ops:
         return program
     graph = copy.deepcopy(program.module.graph)
     first, memory = next(iter(graph.nodes)), list[fx.Node]()
-    for node in graph.find_nodes(op="call_function", target=ALL_REDUCES):
+    nodes = graph.find_nodes(op="call_function", target=ALL_REDUCES)
+    for node, sums, own in zip(nodes, ops, filled or [buckets(sums.like) for sums in ops], strict=True):
+        copied = [[sums.like[at] for at in bucket.tensors] for bucket in own if bucket.copied]
         with graph.inserting_before(first):
-            rows = [graph.placeholder(f"rows_{len(memory) + at}") for at, _ in enumerate(_copied(node, sizes))]
+            rows = [graph.placeholder(f"rows_{len(memory) + at}") for at in range(len(copied))]
+        for row, tensors in zip(rows, copied, strict=True):
+            row.meta["val"] = rows_like(tensors, sums.group)
         memory += rows
-        _write(graph, node, sizes, rows)
+        _write(graph, node, own, rows)
     places = [Placeholder(node.name, Role.CONSTANT, node.name, node.name) for node in memory]
     return replace(_with_graph(program, graph), placeholders=(*places, *program.placeholders))
 
 
-def _copied(joined: fx.Node, sizes: Sizes) -> list[list[Tensor]]:
-    """Tensors like those of each bucket that is copied."""
-    args: Any = joined.args
-    _, like, reduction, _, group = args
-    values = [*map(value_of, like)]
-    filled = [[values[at] for at in bucket] for bucket in buckets(values, sizes)]
-    return [each for each in filled if is_copied(each, reduction, group, sizes)]
-
-
-def _write(graph: fx.Graph, joined: fx.Node, sizes: Sizes, memory: Sequence[fx.Node]) -> None:
+def _write(graph: fx.Graph, joined: fx.Node, filled: Sequence[Bucket], memory: Sequence[fx.Node]) -> None:
     """Replace an op for all-reduces by the ops of its buckets.
 
     Args:
         graph: of the op.
         joined: the op.
-        sizes: of the buckets.
-        memory: placeholders without values, for what is copied.
+        filled: the buckets.
+        memory: placeholders for what is copied.
     """
     args: Any = joined.args
     tensors, like, reduction, scale, group = args
-    for rows, each in zip(memory, _copied(joined, sizes), strict=True):
-        rows.meta["val"] = rows_like(each, group)
     sources = [*tensors, *like, *memory]
 
     def run(*given: Tensor) -> list[Tensor]:
         own, others, rows = given[: len(tensors)], given[len(tensors) : 2 * len(like)], given[2 * len(like) :]
-        return all_reduced(own, others, reduction, scale, group, sizes, rows)
+        return all_reduced(own, others, reduction, scale, group, filled, rows)
 
     with compile_lock(), torch.no_grad():
         traced = make_fx(run)(*map(value_of, sources)).graph

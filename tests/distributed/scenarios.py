@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from math import inf
 from typing import Any
 
 import networkx as nx
@@ -30,8 +31,8 @@ from autostream.analysis.dependencies import analyze
 from autostream.costs.device import profile_named
 from autostream.costs.roofline import price
 from autostream.errors import CaptureError, FusionError, GroupError, ScheduleError, TargetError
-from autostream.frontend.all_reduces import USUAL, Sizes
-from autostream.frontend.reduction_buckets import gathered, in_buckets
+from autostream.frontend.all_reduces import Sizes, buckets
+from autostream.frontend.reduction_buckets import gathered, in_buckets, sums_of
 from autostream.fusion import inductor
 from autostream.ir import Assignment, Decision, Program, Role
 from autostream.options import Options
@@ -42,9 +43,10 @@ from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
-from autostream.tuning import agreement, bucket_sizes
+from autostream.tuning import agreement, best_buckets
 from autostream.tuning import select as selection
 from autostream.tuning import tune as tuning
+from autostream.tuning.best_buckets import Filled
 from autostream.utils.stopwatch import Stopwatch
 from tests.analysis.programs import Tape, aten
 
@@ -776,21 +778,25 @@ def buckets_that_the_first_has_chosen(rank: int, processes: int, group: dist.Pro
     assert [refusal.reason for refusal in step.reports[0].refusals] == ["as they were chosen"]
 
 
-def choose(patch: pytest.MonkeyPatch, rank: int, sizes: Sizes) -> None:
-    """Let the first process choose buckets of these sizes."""
+def choose(patch: pytest.MonkeyPatch, rank: int, sizes: Sizes, copied: float = inf) -> None:
+    """Let the first process choose buckets of these sizes, copied if they have so many bytes."""
 
-    def chosen(*_: object, **__: object) -> tuple[int, tuple[Decision, ...]]:
+    def chosen(program: Program, *_: object, **__: object) -> tuple[Filled, tuple[Decision, ...]]:
         assert rank == 0
-        return 1, (Decision("", "buckets", "as they were chosen"),)
+        (sums,) = sums_of(program)
+        filled = [
+            replace(each, copied=sum(sums.like[at].nbytes for at in each.tensors) >= copied)
+            for each in buckets(sums.like, sizes)
+        ]
+        return (tuple(filled),), (Decision("", "buckets", "as they were chosen"),)
 
-    patch.setattr(bucket_sizes, "TRIED", (USUAL, sizes))
-    patch.setattr(bucket_sizes, "best_of_tried", chosen)
+    patch.setattr(best_buckets, "best_buckets", chosen)
 
 
 def buckets_that_are_copied(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """Each process has the rows of all, and adds them up: large ones here, the others are reduced."""
     with pytest.MonkeyPatch.context() as patch:
-        choose(patch, rank, Sizes(1, 1, 1, copied=10_000))
+        choose(patch, rank, Sizes(1, 1, 1), copied=10_000)
         step = trained_as_ddp(rank, group, max_norm=0.1)
         accumulated = trained_as_ddp(rank, group, microbatches=2)
     assert_in_graphs(step, collectives=8)
@@ -807,9 +813,9 @@ def buckets_that_one_process_cannot_copy(rank: int, processes: int, group: dist.
 
     for step_of_it in ("allocate", "rendezvous"):
         with pytest.MonkeyPatch.context() as patch:
-            choose(patch, rank, Sizes(1, 1, 1, copied=1))
+            choose(patch, rank, Sizes(1, 1, 1), copied=1)
             if rank == 1:
-                patch.setattr(bucket_sizes, step_of_it, fails)
+                patch.setattr(best_buckets, step_of_it, fails)
             step = trained_as_ddp(rank, group)
         assert_in_graphs(step, collectives=2)
         (reason,) = (refusal.reason for refusal in step.reports[0].refusals)
@@ -820,11 +826,11 @@ def buckets_that_one_process_cannot_copy(rank: int, processes: int, group: dist.
 def buckets_that_cannot_be_planned(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """The usual ones are used, and the report says why."""
 
-    def fails(*_: object, **__: object) -> tuple[int, tuple[Decision, ...]]:
+    def fails(*_: object, **__: object) -> tuple[Filled, tuple[Decision, ...]]:
         raise ScheduleError("a schedule of theirs is wrong")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket_sizes, "best_of_tried", fails)
+        patch.setattr(best_buckets, "best_buckets", fails)
         step = trained_as_ddp(rank, group)
     assert_in_graphs(step, collectives=2)
     assert "a schedule of theirs is wrong" in step.reports[0].refusals[0].reason
@@ -1000,7 +1006,7 @@ def random_programs(rank: int, processes: int, group: dist.ProcessGroup) -> None
         expected = case.program.module(*[each.clone() for each in inputs])
         program = gathered(case.program)
         joined += program is not case.program
-        program = in_buckets(program, Sizes(1, 1, 1) if seed % 3 else USUAL)
+        program = in_buckets(program, [buckets(sums.like, Sizes(1, 1, 1)) for sums in sums_of(program) if seed % 3])
         graph = analyze(program)
         profile = profile_named("h200")
         for name in POLICIES if seed % 10 == 0 else ("critical_path", "path_cover"):

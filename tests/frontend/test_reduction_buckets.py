@@ -14,10 +14,10 @@ from autostream.analysis.dependencies import analyze
 from autostream.analysis.effects import group_of
 from autostream.analysis.values import input_tensors
 from autostream.frontend import all_reduces
-from autostream.frontend.all_reduces import ALL_REDUCES, USUAL, Sizes
+from autostream.frontend.all_reduces import ALL_REDUCES, Bucket, Sizes, buckets
 from autostream.frontend.data_parallel import DataParallel
 from autostream.frontend.fake_processes import fake_processes
-from autostream.frontend.reduction_buckets import gathered, in_buckets, joinable, memory_for
+from autostream.frontend.reduction_buckets import gathered, in_buckets, joinable, memory_for, sums_of
 from autostream.ir import Program, Role
 from autostream.options import Options
 from tests.analysis.programs import Tape, aten
@@ -108,12 +108,12 @@ def test_a_step_is_the_same_as_if_traced_in_buckets(
     assert not [node for node in program.module.graph.nodes if group_of(node)]
     for size in (1, 64, 1 << 20):
         sizes = Sizes(min(size, 64), size, min(size, 64))
-        bucketed = in_buckets(program, sizes)
+        bucketed = in_buckets(program, [buckets(sums.like, sizes) for sums in sums_of(program)])
 
         def traced(
             self: DataParallel, gradients: list[Tensor], parameters: list[Tensor], sizes: Sizes = sizes
         ) -> list[Tensor]:
-            return all_reduces.all_reduced(gradients, parameters, *self._reduction, sizes)
+            return all_reduces.all_reduced(gradients, parameters, *self._reduction, buckets(parameters, sizes))
 
         monkeypatch.setattr(DataParallel, "in_graph", traced)
         assert shape_of(bucketed) == shape_of(program_of(made)), size
@@ -133,7 +133,7 @@ def test_memory_that_is_addressed_is_that_of_the_average() -> None:
         return found
 
     with fake_processes(2) as group:
-        program = in_buckets(step.over(group).traced((torch.ones(5, 2, 4, 4),), Options()).program, USUAL)
+        program = in_buckets(step.over(group).traced((torch.ones(5, 2, 4, 4),), Options()).program)
     nodes = program.module.graph.find_nodes(op="call_function", target=aten.as_strided.default)
     offsets = [input_tensors(node)[0].storage_offset() for node in nodes]
     assert [node.args[3] for node in nodes] == offsets
@@ -145,7 +145,9 @@ def test_copied_buckets_have_memory_of_their_own_and_stay_in_order() -> None:
     step, batch = trained(Net())
     with fake_processes(2) as group:
         program = step.over(group).traced(batch, Options()).program
-        copied = in_buckets(program, Sizes(1, 1, 1, copied=100))
+        (sums,) = sums_of(program)
+        filled = [Bucket((at,), copied=sums.like[at].nbytes >= 100) for at in reversed(range(len(sums.like)))]
+        copied = in_buckets(program, [filled])
         graph = analyze(copied)
     large = [each.nbytes >= 100 for each in reversed([*Net().parameters()])]
     assert large == [False, True, False, True, False]
@@ -163,7 +165,7 @@ def test_copied_buckets_have_memory_of_their_own_and_stay_in_order() -> None:
 def test_a_program_without_all_reduces_stays() -> None:
     step, batch = trained(Net())
     program = step.traced(batch, Options()).program
-    assert in_buckets(program, USUAL) is program
+    assert in_buckets(program) is program
     assert gathered(program) is program
 
 

@@ -122,7 +122,7 @@ def on_gpus(kernels: str, rank: int, processes: int, group: dist.ProcessGroup) -
 def by_copies(kernels: str, rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """Gradients of a kilobyte and more are copied, each in a bucket of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        choose(patch, rank, Sizes(1, 1, 1, copied=1 << 10))
+        choose(patch, rank, Sizes(1, 1, 1), copied=1 << 10)
         report = compared_with_ddp(rank, group, kernels, buckets=6)
     targets = [report.graph.ops[name].target for name in report.graph.collectives]  # type: ignore[union-attr]
     assert sum("gather_by_copies" in target for target in targets) == 5

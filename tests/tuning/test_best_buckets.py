@@ -1,4 +1,4 @@
-"""Buckets are as large as the simulator says, for the device and what joins the processes."""
+"""Gradients are reduced together by when they are ready, for the device and what joins the processes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import autostream
 from autostream.costs.device import profile_named
 from autostream.costs.interconnects import Interconnect, Protocol, interconnect_of
 from autostream.dispatch.captured_step import TracedStep
-from autostream.frontend.all_reduces import USUAL
 from autostream.frontend.fake_processes import fake_processes
 from autostream.options import Options
-from autostream.tuning import bucket_sizes
-from autostream.tuning.bucket_sizes import TRIED, best_of_tried
+from autostream.tuning import best_buckets as module
+from autostream.tuning.best_buckets import best_buckets
 from autostream.tuning.pricing import link_between
 
 H200 = profile_named("h200")
@@ -46,56 +45,59 @@ SLOW_TO_START = link(start_us=200.0, bandwidth=1e9)
 SLOW_TO_SEND = link(start_us=1.0, bandwidth=320e3)
 
 
-def chosen(traced: TracedStep, options: Options, link: Interconnect) -> str:
-    at, _ = best_of_tried(traced.program, options, H200, link)
-    return str(TRIED[at])
+def chosen(traced: TracedStep, options: Options, link: Interconnect, *, copies: bool = True) -> list[int]:
+    """How many gradients each bucket has; none for the usual buckets."""
+    filled, _ = best_buckets(traced.program, options, H200, link, copies=copies)
+    return [len(bucket.tensors) for bucket in filled[0]] if filled else []
 
 
-@pytest.mark.parametrize(
-    ("link", "sizes", "sums"),
-    [
-        pytest.param(FAST, str(USUAL), 4, id="all are as good"),
-        pytest.param(SLOW_TO_START, "all in one", 1, id="few are better"),
-        pytest.param(SLOW_TO_SEND, "1 MiB, then 6 MiB, 0.25 MiB at last", 7, id="early ones are better"),
-    ],
-)
-def test_buckets_are_as_large_as_the_link_asks_for(
-    traced: TracedStep, link: Interconnect, sizes: str, sums: int
-) -> None:
-    """Of 12 gradients the first and the last have buckets of their own, if there are several. The report says why."""
-    assert chosen(traced, Options(), link) == sizes
-    _, report = traced.plan(Options(), H200, link)
+@pytest.mark.parametrize("link", [FAST, SLOW_TO_START])
+def test_one_bucket_is_best_where_it_is_fast_or_others_start_slowly(traced: TracedStep, link: Interconnect) -> None:
+    assert chosen(traced, Options(), link) == [12]
+
+
+def test_early_buckets_are_best_where_sending_takes_long(traced: TracedStep) -> None:
+    """The last is small, as nothing is left to hide it. The report says why."""
+    tensors = chosen(traced, Options(), SLOW_TO_SEND)
+    assert len(tensors) > 2
+    assert tensors[-1] == min(tensors) < tensors[0]
+    _, report = traced.plan(Options(), H200, SLOW_TO_SEND)
     assert report.graph is not None
-    assert len(report.graph.collectives) == sums
-    said = [refusal.reason.partition(":")[0] for refusal in report.refusals if refusal.choice == "buckets"]
-    assert said == ([] if sizes == str(USUAL) else [sizes])
+    assert len(report.graph.collectives) == len(tensors)
+    (reason,) = (refusal.reason for refusal in report.refusals if refusal.choice == "buckets")
+    assert "µs more are predicted than without a group" in reason
+
+
+def test_the_usual_buckets_stay_if_others_are_hardly_better(
+    traced: TracedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MARGIN", 1.0)
+    assert best_buckets(traced.program, Options(), H200, SLOW_TO_SEND) == ((), ())
+    _, report = traced.plan(Options(), H200, SLOW_TO_SEND)
+    assert report.graph is not None
+    assert len(report.graph.collectives) == 4  # of 12 gradients the first and the last have buckets of their own
+    assert "buckets" not in {refusal.choice for refusal in report.refusals}
 
 
 @pytest.mark.usefixtures("traced")
 def test_gradients_of_a_small_model_are_one_sum_between_many_machines() -> None:
     """8 layers of 1 MiB: the usual buckets, of which the first and the last are small, take longer to start."""
-    small = traced_step(8, 512)
-    assert chosen(small, Options(), interconnect_of(H200, "infiniband")) == "all in one"
-    assert chosen(small, Options(), interconnect_of(H200)) == "all in one"
+    assert chosen(traced_step(8, 512), Options(), interconnect_of(H200, "infiniband")) == [8]
 
 
 @pytest.mark.parametrize("policy", ["sequential", "critical_path", "path_cover", "search"])
 def test_each_policy_has_its_buckets(traced: TracedStep, policy: str) -> None:
-    assert chosen(traced, Options.parse({"policy": policy}), SLOW_TO_START) == "all in one"
+    assert chosen(traced, Options.parse({"policy": policy}), SLOW_TO_START) == [12]
 
 
 def test_nothing_is_hidden_on_one_stream(traced: TracedStep) -> None:
-    assert "6 MiB" not in chosen(traced, Options().on_one_stream, SLOW_TO_SEND)
-
-
-def test_few_are_tried_where_there_is_little_time(traced: TracedStep) -> None:
-    assert best_of_tried(traced.program, Options(), H200, SLOW_TO_START, seconds=0.0) == (0, ())
+    assert chosen(traced, Options().on_one_stream, SLOW_TO_SEND) == [12]
 
 
 @pytest.mark.usefixtures("traced")
 def test_nothing_is_planned_where_there_is_one_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_sizes, "price_program", None)
-    assert chosen(traced_step(1, 8), Options(), SLOW_TO_START) == str(USUAL)
+    monkeypatch.setattr(module, "price_program", None)
+    assert chosen(traced_step(1, 8), Options(), SLOW_TO_START) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,265 @@
+"""Which gradients a training step reduces together over processes.
+
+    program ──▶ simulated: when is each gradient ready? ──▶ merged by that ──▶ the buckets that cost a step least
+
+Small buckets are reduced earlier, beside more of the backward, but each collective takes a while to start. What is best
+depends on the program, its device and the interconnect (``scheduling/merging.py`` finds it). The usual buckets, filled
+by size, may hold back large gradients for a small one that is ready at the end: in an encoder, 10 MiB for the bias of
+its first projection. GPUs of one machine may copy large buckets from each other (``peer_memory.py``), which delays less
+of what runs beside them. All is estimated for ATen's ops, before these are fused. Fused updates take less time than
+theirs, so the time of the whole step says little of what ends it; the time from the last gradient on is compared.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from math import inf
+from typing import Any
+
+from torch import Tensor, fx
+
+from autostream.analysis.process_groups import processes_in
+from autostream.costs.collectives import all_reduce_us, gather_us
+from autostream.costs.interconnects import Interconnect, interconnect_of
+from autostream.costs.this_device import profile_here
+from autostream.errors import CaptureError, GroupError, first_line
+from autostream.frontend.all_reduces import Bucket, buckets
+from autostream.frontend.peer_memory import allocate, can_copy, can_reduce, rendezvous
+from autostream.frontend.reduction_buckets import Sums, gathered, in_buckets, joinable, memory_for, summands, sums_of
+from autostream.ir import Decision, DeviceProfile, Program
+from autostream.options import Options
+from autostream.scheduling.communication import with_collectives
+from autostream.scheduling.merging import merged
+from autostream.scheduling.simulate import simulate
+from autostream.store import Notes
+from autostream.tuning.agreement import Peers, agree, peers_of
+from autostream.tuning.budget import COLLECTIVES_SHARE
+from autostream.tuning.candidates import best_of, candidates_for
+from autostream.tuning.pricing import Priced, link_between, price_program
+from autostream.utils.stopwatch import Stopwatch
+
+Filled = tuple[tuple[Bucket, ...], ...]
+"""The buckets of each op for all-reduces of a program; none for those of the usual sizes."""
+
+_EACH_US = 20.0
+"""What a bucket costs a step besides its collective, µs: copies into it, and waits. Steps of six encoder layers on two
+H200s took 28 µs longer with one bucket more than the usual ones, and 99 with four more."""
+
+_MOST = 25 << 20
+"""Bytes of a bucket, as in ``DistributedDataParallel``: updates of early gradients can run beside the backward. Buckets
+may be larger where each takes long to start."""
+
+_SLOWED, _SLOWED_BY_COPIES = 0.6, 0.2
+"""The share of a collective's time that it adds to a step by slowing down what runs beside it. Products of 462 µs on
+two H200s took 125 µs more beside 200 µs of NCCL's kernels, and 34 more beside copies of 150."""
+
+_MARGIN = 0.01
+"""Other buckets are used if they cost less by this share of a step: the estimates are not exact."""
+
+_WHAT = "the all-reduces of a step"
+
+
+def in_best_buckets(program: Program, options: Options, stopwatch: Stopwatch) -> tuple[Program, list[Tensor], Notes]:
+    """The program with all-reduces in buckets, which the first of its processes chooses for all.
+
+    Args:
+        program: of a training step that reduces gradients over processes, or of one that does not, which is returned.
+        options: how to schedule it.
+        stopwatch: records the seconds of each stage.
+
+    Returns:
+        The program; its first arguments, which the given program does not take; and why these buckets.
+
+    Raises:
+        GroupError: another process averages other gradients, is somewhere else, or is gone.
+    """
+    joined = gathered(program)
+    usual = in_buckets(joined)
+    peers = peers_of(usual)
+    if peers is None or usual.peers:
+        return in_buckets(program), [], ()
+    if usual is program and not peers.group:
+        return program, [], ()
+    with stopwatch("search"):
+        agree(peers.group, summands(program) or [_WHAT])
+        known: list[Any] = [platform.node(), can_copy(program.device)]
+        told = peers.each(_WHAT, lambda: [known, [*map(str, joinable(program)), *summands(joined)]])
+        if len({tuple(sums) for _, sums in told}) > 1:  # not all can join them
+            return in_buckets(program), [], ()
+
+        def chosen() -> tuple[Filled, Notes]:
+            try:
+                profile, _ = profile_here(program.device)
+                link = link_between([machine for (machine, _), _ in told], program.device, profile)
+                return best_buckets(joined, options, profile, link, copies=all(can for (_, can), _ in told))
+            except GroupError:
+                raise
+            except Exception as error:
+                return (), _usual_as("others could not be planned", error)
+
+        filled, notes = peers.first(_WHAT, chosen, tuple[Filled, Notes])
+        best = in_buckets(joined, filled) if filled else usual
+        try:
+            return best, _memory(best, peers), notes
+        except CaptureError as error:
+            return usual, [], _usual_as("processes cannot copy from each other", error)
+
+
+def _memory(program: Program, peers: Peers) -> list[Tensor]:
+    """The first arguments of a program, in which buckets are gathered.
+
+    Raises:
+        CaptureError: a process has no memory for it, or none that the others see.
+    """
+    likes = memory_for(program)
+    if not likes:
+        return []
+
+    def seen() -> None:
+        for tensor, (_, group) in zip(memory, likes, strict=True):
+            rendezvous(tensor, group)
+
+    # In two steps: others would wait in vain for a process that has no memory. One that the others cannot see leaves
+    # them waiting, too, as long as the store of their group does.
+    memory: list[Tensor] = peers.together(
+        "memory for copies", lambda: [allocate(like, program.device) for like, _ in likes], failing=CaptureError
+    )
+    peers.together("memory that all see", seen, failing=CaptureError)
+    return memory
+
+
+def _usual_as(reason: str, error: Exception) -> Notes:
+    return (Decision("", "buckets", f"those of the usual sizes, as {reason}: {first_line(error)}"),)
+
+
+def best_buckets(
+    program: Program,
+    options: Options,
+    profile: DeviceProfile | None = None,
+    link: Interconnect | None = None,
+    *,
+    copies: bool = True,
+) -> tuple[Filled, Notes]:
+    """The buckets that are predicted to make a training step the fastest, and why; none for the usual ones.
+
+    Args:
+        program: of the step, of ATen ops.
+        options: how to schedule it.
+        profile: of the device to plan for; by default the program's device.
+        link: what processes communicate over; by default, what the device has.
+        copies: whether the devices can copy from each other, as far as the processes know.
+    """
+    sums = sums_of(program)
+    if program.device == "cpu" or all(len(each.like) == 1 for each in sums):  # what joins CPUs is an assumption
+        return (), ()
+    usual = tuple(tuple(buckets(each.like)) for each in sums)
+    bucketed = in_buckets(program, usual)
+    priced = price_program(bucketed, options, Stopwatch(), profile, link=link)
+    step_us, ends = _simulated(priced, options)
+    link = link or interconnect_of(priced.profile)
+    ready = [[_ready_us(node, ends) for node in each.sources] for each in sums]
+
+    def cost_us(filled: Filled) -> float:
+        return sum(map(partial(_cost_us, link=link), filled, sums, ready))
+
+    best = usual
+    for way, most in product((False, True) if copies and link.copying else (False,), (_MOST, inf)):
+        filled = tuple(_filled(each, times, link, way, most) for each, times in zip(sums, ready, strict=True))
+        better = cost_us(filled) < cost_us(best) - _MARGIN * step_us
+        if better and _has_room(in_buckets(program, filled), priced.profile):
+            best = filled
+    if best == usual:
+        return (), ()
+    reason = f"{_described(best, sums)}, as {cost_us(best):,.0f} µs more are predicted than without a group"
+    return best, (Decision("", "buckets", f"{reason}, and {cost_us(usual):,.0f} with {_described(usual, sums)}"),)
+
+
+def _described(filled: Filled, sums: Sequence[Sums]) -> str:
+    """Their sizes, in words."""
+    sizes, copied = [], 0
+    for own, each in zip(filled, sums, strict=True):
+        sizes += [sum(each.like[at].nbytes for at in bucket.tensors) / (1 << 20) for bucket in own]
+        copied += sum(bucket.copied for bucket in own)
+    return f"{', '.join(f'{size:.3g}' for size in sizes)} MiB" + (f" ({copied} copied)" if copied else "")
+
+
+def _filled(sums: Sums, ready_us: Sequence[float], link: Interconnect, copies: bool, most: float) -> tuple[Bucket, ...]:
+    """The tensors of one op for all-reduces, in buckets of one dtype and device each, by when they are ready.
+
+    Args:
+        sums: the op.
+        ready_us: when each of its tensors is ready.
+        link: what processes communicate over.
+        copies: whether devices may copy buckets from each other, which they do if that is faster.
+        most: bytes of a bucket.
+    """
+    copies = copies and can_reduce(sums.like, sums.reduction, sums.group)
+
+    def fastest(size: int) -> tuple[float, bool]:
+        return min((_duration_us(size, sums, link, copied=way), way) for way in ((False, True) if copies else (False,)))
+
+    each_us = _EACH_US + (_SLOWED_BY_COPIES if copies else _SLOWED) * fastest(0)[0]
+    kinds: dict[object, list[int]] = {}
+    for at, tensor in enumerate(sums.like):
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(at)
+    found: list[Bucket] = []
+    for places in kinds.values():
+        sizes = [sums.like[at].nbytes for at in places]
+        groups = merged([ready_us[at] for at in places], sizes, lambda size: fastest(size)[0], each_us, most)
+        for group in groups:
+            copied = fastest(sum(sizes[at] for at in group))[1]
+            found.append(Bucket(tuple(places[at] for at in group), copied))
+    return tuple(sorted(found, key=lambda bucket: _begin_us(bucket, ready_us)))
+
+
+def _cost_us(filled: Sequence[Bucket], sums: Sums, ready_us: Sequence[float], link: Interconnect) -> float:
+    """What the buckets of an op add to a step: how long after the last tensor they are reduced, and what they slow."""
+    end = slowed = 0.0
+    for bucket in filled:
+        size = sum(sums.like[at].nbytes for at in bucket.tensors)
+        duration_us = _duration_us(size, sums, link, copied=bucket.copied)
+        end = max(end, _begin_us(bucket, ready_us)) + duration_us
+        slowed += _EACH_US + (_SLOWED_BY_COPIES if bucket.copied else _SLOWED) * duration_us
+    return end - max(ready_us) + slowed
+
+
+def _begin_us(bucket: Bucket, ready_us: Sequence[float]) -> float:
+    return max(ready_us[at] for at in bucket.tensors)
+
+
+def _duration_us(size: int, sums: Sums, link: Interconnect, *, copied: bool) -> float:
+    processes = processes_in(sums.group)
+    if copied and link.copying:
+        return gather_us(size, processes, link.copying)
+    return all_reduce_us(size, processes, link)
+
+
+def _ready_us(node: fx.Node, ends: Mapping[str, float]) -> float:
+    """When a value is there, by the ends of the ops of all nodes: views take no time, and arguments are there."""
+    if node.name in ends:
+        return ends[node.name]
+    return max((_ready_us(other, ends) for other in node.all_input_nodes), default=0.0)
+
+
+def _has_room(program: Program, profile: DeviceProfile) -> bool:
+    """Whether what a program gathers is a small part of the device's memory."""
+    return sum(like.nbytes for like, _ in memory_for(program)) <= COLLECTIVES_SHARE * (profile.memory_bytes or inf)
+
+
+def _simulated(priced: Priced, options: Options) -> tuple[float, Mapping[str, float]]:
+    """The time of a step if collectives took none, and when the op of each node would end, µs.
+
+    By the policy that takes the least time to schedule it. On one stream nothing is hidden, as if all were ready last.
+    """
+    policy = "critical_path" if options.policy in ("auto", "search") else options.policy
+    capture = options.cuda_graph is not False and not priced.refusals
+    best = best_of(candidates_for(priced, replace(options, policy=policy), capture, Stopwatch()))
+    costs = with_collectives(priced.costs, priced.graph, 0.0)
+    timeline = simulate(best.schedule, costs, priced.profile, captured=capture)
+    end_us = timeline.makespan_us
+    ends = timeline.ends if best.schedule.streams > 1 else dict.fromkeys(priced.graph.ops, end_us)
+    return end_us, {node: ends[name] for name, op in priced.graph.ops.items() for node in op.nodes}
