@@ -63,7 +63,7 @@ def test_ratios_and_shares_follow_from_times() -> None:
         "workload": "net",
         "batch": 4,
         "us": us,
-        "exposed": {"autostream": [0.031, 0.018]},
+        "exposed": {"autostream": 0.031},
         "failed": {"ddp_compiled": "no"},
     }
     cells = [cell.strip() for cell in table([row]).splitlines()[2].strip("|").split("|")]
