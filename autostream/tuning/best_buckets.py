@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from itertools import product
 from math import inf
 from typing import Any
 
@@ -34,20 +32,21 @@ from autostream.ir import Decision, DeviceProfile, Program
 from autostream.options import Options
 from autostream.scheduling.communication import with_collectives
 from autostream.scheduling.merging import merged
+from autostream.scheduling.policies.critical_path import critical_path
 from autostream.scheduling.simulate import simulate
+from autostream.scheduling.synchronize import synchronize
 from autostream.store import Notes
 from autostream.tuning.agreement import Peers, agree, peers_of
 from autostream.tuning.budget import COLLECTIVES_SHARE
-from autostream.tuning.candidates import best_of, candidates_for
 from autostream.tuning.pricing import Priced, link_between, price_program
 from autostream.utils.stopwatch import Stopwatch
 
 Filled = tuple[tuple[Bucket, ...], ...]
 """The buckets of each op for all-reduces of a program; none for those of the usual sizes."""
 
-_EACH_US = 20.0
+_EACH_US = 10.0
 """What a bucket costs a step besides its collective, µs: copies into it, and waits. Steps of six encoder layers on two
-H200s took 28 µs longer with one bucket more than the usual ones, and 99 with four more."""
+H200s took 99 µs longer with four buckets more than the usual ones, 58 of which are by what NCCL's kernels slow down."""
 
 _MOST = 25 << 20
 """Bytes of a bucket, as in ``DistributedDataParallel``: updates of early gradients can run beside the backward. Buckets
@@ -59,6 +58,9 @@ two H200s took 125 µs more beside 200 µs of NCCL's kernels, and 34 more beside
 
 _MARGIN = 0.01
 """Other buckets are used if they cost less by this share of a step: the estimates are not exact."""
+
+_STREAMS = 4
+"""Of the schedule that is simulated: the times at which gradients are ready hardly depend on it."""
 
 _WHAT = "the all-reduces of a step"
 
@@ -157,21 +159,27 @@ def best_buckets(
     if program.device == "cpu" or all(len(each.like) == 1 for each in sums):  # what joins CPUs is an assumption
         return (), ()
     usual = tuple(tuple(buckets(each.like)) for each in sums)
-    bucketed = in_buckets(program, usual)
-    priced = price_program(bucketed, options, Stopwatch(), profile, link=link)
+    priced = price_program(in_buckets(program, usual), options, Stopwatch(), profile, link=link)
     step_us, ends = _simulated(priced, options)
     link = link or interconnect_of(priced.profile)
     ready = [[_ready_us(node, ends) for node in each.sources] for each in sums]
+    room = COLLECTIVES_SHARE * (priced.profile.memory_bytes or inf)
 
     def cost_us(filled: Filled) -> float:
         return sum(map(partial(_cost_us, link=link), filled, sums, ready))
 
-    best = usual
-    for way, most in product((False, True) if copies and link.copying else (False,), (_MOST, inf)):
-        filled = tuple(_filled(each, times, link, way, most) for each, times in zip(sums, ready, strict=True))
-        better = cost_us(filled) < cost_us(best) - _MARGIN * step_us
-        if better and _has_room(in_buckets(program, filled), priced.profile):
-            best = filled
+    def cheaper(filled: Filled, other: Filled) -> Filled:
+        """Either, but the first only if it is cheaper by the margin."""
+        return filled if cost_us(filled) < cost_us(other) - _MARGIN * step_us else other
+
+    tried = []
+    for way in (False, True) if copies and link.copying else (False,):
+        capped, whole = (
+            tuple(_filled(each, times, link, way, most) for each, times in zip(sums, ready, strict=True))
+            for most in (_MOST, inf)
+        )
+        tried += [filled for filled in [cheaper(whole, capped)] if _gathered_bytes(filled, sums) <= room]
+    best = cheaper(min(tried, key=cost_us), usual)
     if best == usual:
         return (), ()
     reason = f"{_described(best, sums)}, as {cost_us(best):,.0f} µs more are predicted than without a group"
@@ -245,21 +253,23 @@ def _ready_us(node: fx.Node, ends: Mapping[str, float]) -> float:
     return max((_ready_us(other, ends) for other in node.all_input_nodes), default=0.0)
 
 
-def _has_room(program: Program, profile: DeviceProfile) -> bool:
-    """Whether what a program gathers is a small part of the device's memory."""
-    return sum(like.nbytes for like, _ in memory_for(program)) <= COLLECTIVES_SHARE * (profile.memory_bytes or inf)
+def _gathered_bytes(filled: Filled, sums: Sequence[Sums]) -> int:
+    """The memory for buckets that are copied, of all processes."""
+    return sum(
+        processes_in(each.group) * sum(each.like[at].nbytes for at in bucket.tensors)
+        for own, each in zip(filled, sums, strict=True)
+        for bucket in own
+        if bucket.copied
+    )
 
 
 def _simulated(priced: Priced, options: Options) -> tuple[float, Mapping[str, float]]:
     """The time of a step if collectives took none, and when the op of each node would end, µs.
 
-    By the policy that takes the least time to schedule it. On one stream nothing is hidden, as if all were ready last.
+    On one stream nothing is hidden, as if all were ready last.
     """
-    policy = "critical_path" if options.policy in ("auto", "search") else options.policy
-    capture = options.cuda_graph is not False and not priced.refusals
-    best = best_of(candidates_for(priced, replace(options, policy=policy), capture, Stopwatch()))
-    costs = with_collectives(priced.costs, priced.graph, 0.0)
-    timeline = simulate(best.schedule, costs, priced.profile, captured=capture)
-    end_us = timeline.makespan_us
-    ends = timeline.ends if best.schedule.streams > 1 else dict.fromkeys(priced.graph.ops, end_us)
-    return end_us, {node: ends[name] for name, op in priced.graph.ops.items() for node in op.nodes}
+    graph, profile, costs = priced.graph, priced.profile, with_collectives(priced.costs, priced.graph, 0.0)
+    streams = 1 if options.policy == "sequential" else _STREAMS if options.streams == "auto" else options.streams
+    timeline = simulate(synchronize(graph, critical_path(graph, costs, profile, streams, frozenset())), costs, profile)
+    ends = timeline.ends if streams > 1 else dict.fromkeys(graph.ops, timeline.makespan_us)
+    return timeline.makespan_us, {node: ends[name] for name, op in graph.ops.items() for node in op.nodes}

@@ -69,7 +69,7 @@ def test_no_bucket_waits_for_a_small_gradient_that_is_ready_last() -> None:
     for copies in (False, True):
         (filled,), notes = best_buckets(program, Options(), H200, copies=copies)
         assert set(first) <= set(filled[-1].tensors)
-        assert len(filled[-1].tensors) < 12, "less than a layer"
+        assert len(filled[-1].tensors) <= 12, "no more than a layer"
         assert any(bucket.copied for bucket in filled) == copies
         assert ("copied" in notes[0].reason) == copies
 
