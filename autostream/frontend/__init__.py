@@ -32,6 +32,7 @@ File                   Interface                                          Where 
 ..                     ``convert_frame.compile_lock``                     no lock: only one thread may compile
 ..                     ``torch.compiler._is_compiling_flag``              no fallback
 ..                     ``dynamo_timed``, ``get_metrics_context``          a ``TraceError`` names it
+..                     ``fx._lazy_graph_module``: code when it is run     graphs that never run are written as code
 ..                     names of the loggers that Dynamo writes to         errors are logged; no reason in the report
 ..                     ``variables.constant``: constants that it shares   there are none to replace
 ``graph_breaks.py``    ``callback`` of Dynamo's contexts                  the lock is held for the whole call

@@ -24,7 +24,7 @@ from torch.fx.traceback import preserve_node_meta
 from autostream.analysis.source import user_line
 from autostream.errors import AutostreamError, TraceError
 from autostream.frontend.as_strided import check_as_strided
-from autostream.frontend.dynamo import compile_lock, compile_session
+from autostream.frontend.dynamo import compile_lock, compile_session, lazy_modules
 from autostream.frontend.reasons import reason_of_op
 from autostream.ir import Placeholder, Program, Role
 from autostream.utils import operators
@@ -116,6 +116,7 @@ def traced_on_fakes(
         with (
             compile_lock(),  # Dynamo in another thread would undo what this tracer patches
             compile_session(),
+            lazy_modules(),
             torch.inference_mode(False),
             torch.set_grad_enabled(grad_enabled),
             preserve_node_meta(),

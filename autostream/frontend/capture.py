@@ -182,9 +182,9 @@ def capture(
     """
     graphs: list[tuple[fx.GraphModule, Sequence[Any], _Effects]] = []
 
-    def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         graphs.append((module, example_inputs, _side_effects()))
-        return module
+        return lambda *values: module(*values)  # the code of a graph that is returned itself is written at once
 
     # Dynamo adds what it imports to the globals of the code that it traces, so each capture has globals of its own.
     globals_: dict[str, Any] = {"__name__": __name__, "__builtins__": builtins}

@@ -36,6 +36,9 @@ SETTINGS: Mapping[str, Any] = {
 
 _CONVERT_FRAME = "torch._dynamo.convert_frame"
 _FAKE_TENSORS = "torch._subclasses.fake_tensor"
+_TRACES = "torch.__trace"
+_CHANGES = "torch._dynamo.side_effects.__side_effects"
+_REPLAY = "side_effect_replay_policy"
 
 
 @contextmanager
@@ -44,6 +47,7 @@ def compiling(**settings: Any) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(compile_lock())
         stack.enter_context(configured(**settings))
+        stack.enter_context(lazy_modules())
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"torch\.")  # what Dynamo refuses is reported with its reason
         stack.enter_context(_constants_without_sources())
@@ -73,8 +77,29 @@ def configured(**settings: Any) -> AbstractContextManager[Any]:
     from torch._dynamo import config
 
     known = {name: value for name, value in {**SETTINGS, **settings}.items() if hasattr(config, name)}
+    if getattr(config, _REPLAY, "") == "info" and not _logs_side_effects():
+        known[_REPLAY] = "silent"
     patched: AbstractContextManager[Any] = config.patch(known)
     return patched
+
+
+def _logs_side_effects() -> bool:
+    """Whether a log takes what a trace changes of Python objects, and where: Dynamo formats a stack for each change."""
+    is_traced = bool(logging.getLogger(_TRACES).handlers)
+    return is_traced or logging.getLogger(_CHANGES).isEnabledFor(logging.DEBUG)
+
+
+def lazy_modules() -> AbstractContextManager[Any]:
+    """Let PyTorch write a graph that it makes as Python code when it first runs: most are only read and changed.
+
+    Like Dynamo's own switch it is seen by all threads, and is held with Dynamo's lock.
+    """
+    with suppress(ImportError):
+        from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+        lazy: AbstractContextManager[Any] = _use_lazy_graph_module(True)
+        return lazy
+    return nullcontext()
 
 
 def leaves_out_functions() -> bool:

@@ -69,6 +69,36 @@ def test_settings_hold_inside_and_are_restored() -> None:
     assert config.recompile_limit != 3
 
 
+class Counter(nn.Module):
+    """Changes a Python object."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + 1
+
+
+def test_changes_of_objects_are_described_only_if_a_log_takes_that(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caplog.at_level(logging.DEBUG, "torch._dynamo.side_effects.__side_effects"):
+        capture(Counter(), (torch.ones(2),), {})
+    assert "Mutating object of type Counter" in caplog.text
+    monkeypatch.delattr("torch._dynamo.side_effects.SideEffects._format_side_effect_message")
+    captured = capture(Counter(), (torch.ones(2),), {})
+    assert captured is not None
+    assert captured.stores
+
+
+def test_a_captured_graph_is_written_as_code_when_it_runs() -> None:
+    captured = capture(nn.Dropout(0.5).eval(), (torch.ones(2),), {})
+    assert captured is not None
+    assert not hasattr(captured.module, "_code")
+    assert torch.equal(captured.module(torch.ones(2))[0], torch.ones(2))
+    assert "def forward" in captured.module.code
+
+
 def fail(name: str) -> None:
     try:
         raise ValueError("no way\nand so on")
