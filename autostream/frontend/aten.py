@@ -27,7 +27,7 @@ from autostream.frontend.as_strided import check_as_strided
 from autostream.frontend.dynamo import compile_lock, compile_session, lazy_modules
 from autostream.frontend.reasons import reason_of_op
 from autostream.ir import Placeholder, Program, Role
-from autostream.utils import operators
+from autostream.utils import collector, operators
 from autostream.utils.storages import storage_of
 
 aten = torch.ops.aten
@@ -117,6 +117,7 @@ def traced_on_fakes(
             compile_lock(),  # Dynamo in another thread would undo what this tracer patches
             compile_session(),
             lazy_modules(),
+            collector.paused(),
             torch.inference_mode(False),
             torch.set_grad_enabled(grad_enabled),
             preserve_node_meta(),

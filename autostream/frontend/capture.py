@@ -45,6 +45,7 @@ from autostream.frontend.guards import (
 )
 from autostream.frontend.reasons import PYTHONS_NUMBERS, reason_of
 from autostream.frontend.static_tensors import attributes_as_inputs, with_attributes
+from autostream.utils import collector
 
 Arguments = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A call: the callable, its positional arguments and its keyword arguments."""
@@ -192,6 +193,7 @@ def capture(
     try:
         with (
             compiling(trace_autograd_ops=differentiates),
+            collector.paused(),  # Dynamo makes millions of objects, few of them in cycles
             timed(),
             errors_not_logged(lambda reason: None),
             arguments_not_checked(),
