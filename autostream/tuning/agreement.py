@@ -113,7 +113,8 @@ def peers_of(program: Program) -> Peers | None:
     Returns:
         ``None`` if none of its process groups has all of them: then nothing can be agreed on over all groups.
     """
-    groups = sorted({group for group in map(group_of, program.module.graph.nodes) if processes_in(group) > 1})
+    named = set(map(group_of, program.module.graph.nodes)) - {""}
+    groups = sorted(group for group in named if processes_in(group) > 1)
     if not groups:
         return ALONE
     everyone = set[int]().union(*map(ranks_of, groups))
