@@ -29,11 +29,13 @@ SMALL = TrainingWorkload(
 def measured(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(data_parallel.TRAINING, "small", SMALL)  # type: ignore[arg-type]
-        row = data_parallel.row("small", ["autostream", "any_memory", "all_reduce"], torch.device("cpu"), rounds=1)
+        row = data_parallel.row(
+            "small", ["alone", "autostream", "any_memory", "all_reduce"], torch.device("cpu"), rounds=1
+        )
     assert (row["workload"], row["failed"], row["exposed"]) == ("small", {}, {})  # only a GPU's kernels are profiled
-    assert [*row["us"]] == ["autostream", "any_memory", "all_reduce"]
+    assert [*row["us"]] == ["alone", "autostream", "any_memory", "all_reduce"]
     assert row["us"]["autostream"] > 0.0
-    assert [*row["schedules"]] == ["autostream", "any_memory"]
+    assert [*row["schedules"]] == ["alone", "autostream", "any_memory"]
     assert "aten kernels" in row["schedules"]["autostream"]
     times: list[Any] = [None] * processes
     dist.all_gather_object(times, row["us"])
@@ -47,13 +49,14 @@ def test_two_processes_measure_together() -> None:
 def test_a_command_starts_processes_and_saves_what_they_measure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The mode that captures nothing: modes are measured above."""
     monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "1")
     argv = ["--world", "1", "--device", "cpu", "--workloads", "train_mlp12", "--rounds", "1", "--out", str(tmp_path)]
-    assert main([*argv, "--modes", "alone"]) == 0
+    assert main([*argv, "--modes", "ddp"]) == 0
     result = json.loads((tmp_path / "data_parallel-1.json").read_text())
     assert result["variables"]["TORCH_NCCL_HIGH_PRIORITY"] == "1"
     (row,) = result["rows"]
-    assert (result["world"], row["workload"], row["failed"], [*row["us"]]) == (1, "train_mlp12", {}, ["alone"])
+    assert (result["world"], row["workload"], row["failed"], [*row["us"]]) == (1, "train_mlp12", {}, ["ddp"])
     assert (tmp_path / "data_parallel-1.md").read_text() == table([row]) + "\n"
 
 
