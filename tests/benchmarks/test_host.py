@@ -14,7 +14,7 @@ from torch import nn
 
 from autostream.cli import modes
 from autostream.runtime.clock import Measured
-from benchmarks import host
+from benchmarks import host, nets, zoo
 from benchmarks.harness import training
 from benchmarks.host import PLAIN, ROWS, BusyClock, Pace, main, measured, table
 from benchmarks.suites import comparison_of
@@ -135,6 +135,8 @@ def test_training_steps_are_timed_with_gradients(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host, "TRAINING", {"bare_replay": training.eager})
     monkeypatch.setattr(host, "STEPS", 2)
     monkeypatch.setattr(host, "FEWEST_ROUNDS", 2)
+    mlp12 = replace(zoo.TRAINING["train_mlp12"], model=lambda: nets.mlp(1024, 8, 1024))
+    monkeypatch.setattr(zoo, "TRAINING", {"train_mlp12": mlp12})
     row = measured(
         comparison_of(replace(ROWS["mlp12_adamw"], batch=2, dtype="float32"), "cpu")(), True, lambda what: None
     )
