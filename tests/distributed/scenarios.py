@@ -1108,7 +1108,6 @@ IN_TWO: dict[str, Scenario] = {
         kernels_that_one_process_cannot_make,
         collectives_in_a_functional_graph,
         sharded_models_run_as_they_are,
-        stages_as_the_whole_model,
         scheduled_stages_as_the_whole_model,
         a_process_dies,
     )
