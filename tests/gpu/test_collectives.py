@@ -49,7 +49,7 @@ LEVELS = {"eager": "aten", "inductor": "inductor"}
 
 
 def compared_with_ddp(rank: int, group: dist.ProcessGroup, kernels: str, buckets: int = 1) -> Report:
-    """Ten steps with clipping in one CUDA graph, beside DistributedDataParallel; their report. One bucket is fastest."""
+    """Ten steps with clipping in one CUDA graph, beside DistributedDataParallel; their report. One bucket is best."""
     torch.manual_seed(0)
     model = mlp()
     other = DistributedDataParallel(copy.deepcopy(model), device_ids=[rank], process_group=group)
