@@ -157,11 +157,11 @@ def sums_of(program: Program) -> list[Sums]:
 
 def summands(program: Program) -> list[str]:
     """What a program reduces, in order, in words: all processes have to do the same."""
-    return [
-        f"{sums.reduction} of a tensor of {tuple(tensor.shape)} and {tensor.dtype}"
-        for sums in sums_of(program)
-        for tensor in sums.like
-    ]
+    said = []
+    for sums in sums_of(program):
+        said += [f"{sums.reduction} of a tensor of {tuple(like.shape)} and {like.dtype}" for like in sums.like]
+        said.append("no more at once")
+    return said
 
 
 def memory_for(program: Program) -> list[tuple[Tensor, str]]:

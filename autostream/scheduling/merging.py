@@ -33,7 +33,7 @@ def merged(
         sizes: of each, bytes.
         reduction_us: how long the reduction of so many bytes takes, µs.
         each_us: what a reduction costs besides, µs: one more must end all reductions earlier by as much.
-        most: bytes of a reduction, but for tensors that are ready together: what uses early ones should not wait long.
+        most: bytes of a reduction, but for single tensors: what uses early ones, and frees them, should not wait long.
 
     Example:
         A reduction takes 5 us, and 1 us for each byte. The last tensor is reduced alone: another byte would be late.
@@ -43,7 +43,7 @@ def merged(
         >>> merged([10.0, 20.0, 40.0], [5, 5, 1], lambda size: 5.0 + size, each_us=20.0)
         [[0, 1, 2]]
     """
-    slots = _slots(ready_us)
+    slots = _slots(ready_us, sizes, most)
     ready = [max(ready_us[at] for at in slot) for slot in slots]
     before = [0, *accumulate(sum(sizes[at] for at in slot) for slot in slots)]
     ends = [0.0] + [inf] * len(slots)  # of the reductions of the first slots, of which there are as many as cuts
@@ -70,17 +70,16 @@ def merged(
     return groups[::-1]
 
 
-def _slots(ready_us: Sequence[float]) -> list[list[int]]:
+def _slots(ready_us: Sequence[float], sizes: Sequence[int], most: float) -> list[list[int]]:
     """The positions of tensors in the order in which they are ready, together if there is hardly any time between."""
     order = sorted(range(len(ready_us)), key=lambda at: (ready_us[at], -at))
-    if not order:
-        return []
-    width = (ready_us[order[-1]] - ready_us[order[0]]) / _SLOTS
+    width = (ready_us[order[-1]] - ready_us[order[0]]) / _SLOTS if order else 0.0
     slots: list[list[int]] = []
-    since = -inf
+    since, size = -inf, 0
     for at in order:
-        if ready_us[at] - since > width:
+        size += sizes[at]
+        if ready_us[at] - since > width or size > most:
             slots.append([])
-            since = ready_us[at]
+            since, size = ready_us[at], sizes[at]
         slots[-1].append(at)
     return slots

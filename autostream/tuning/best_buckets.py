@@ -44,13 +44,14 @@ from autostream.utils.stopwatch import Stopwatch
 Filled = tuple[tuple[Bucket, ...], ...]
 """The buckets of each op for all-reduces of a program; none for those of the usual sizes."""
 
-_EACH_US = 10.0
+_EACH_US, _EACH_COPIED_US = 10.0, 5.0
 """What a bucket costs a step besides its collective, µs: copies into it, and waits. Steps of six encoder layers on two
-H200s took 99 µs longer with four buckets more than the usual ones, 58 of which are by what NCCL's kernels slow down."""
+H200s took 99 µs longer with four buckets more than the usual ones, 58 of which are what NCCL's kernels slow down, and
+30 µs longer with six more that were copied."""
 
 _MOST = 25 << 20
-"""Bytes of a bucket, as in ``DistributedDataParallel``: updates of early gradients can run beside the backward. Buckets
-may be larger where each takes long to start."""
+"""Bytes of a bucket, as in ``DistributedDataParallel``: early gradients are in memory until it is reduced, and updates
+of them can run beside the backward."""
 
 _SLOWED, _SLOWED_BY_COPIES = 0.6, 0.2
 """The share of a collective's time that it adds to a step by slowing down what runs beside it. Products of 462 µs on
@@ -58,6 +59,9 @@ two H200s took 125 µs more beside 200 µs of NCCL's kernels, and 34 more beside
 
 _MARGIN = 0.01
 """Other buckets are used if they cost less by this share of a step: the estimates are not exact."""
+
+_LISTED = 8
+"""Of more buckets, a report has only the number and the sizes of the smallest and the largest."""
 
 _STREAMS = 4
 """Of the schedule that is simulated: the times at which gradients are ready hardly depend on it."""
@@ -162,25 +166,19 @@ def best_buckets(
     priced = price_program(in_buckets(program, usual), options, Stopwatch(), profile, link=link)
     step_us, ends = _simulated(priced, options)
     link = link or interconnect_of(priced.profile)
-    ready = [[_ready_us(node, ends) for node in each.sources] for each in sums]
+    times_of = _ready_us(program, ends)
+    ready = [[times_of[node] for node in each.sources] for each in sums]
     room = COLLECTIVES_SHARE * (priced.profile.memory_bytes or inf)
 
     def cost_us(filled: Filled) -> float:
         return sum(map(partial(_cost_us, link=link), filled, sums, ready))
 
-    def cheaper(filled: Filled, other: Filled) -> Filled:
-        """Either, but the first only if it is cheaper by the margin."""
-        return filled if cost_us(filled) < cost_us(other) - _MARGIN * step_us else other
-
-    tried = []
-    for way in (False, True) if copies and link.copying else (False,):
-        capped, whole = (
-            tuple(_filled(each, times, link, way, most) for each, times in zip(sums, ready, strict=True))
-            for most in (_MOST, inf)
-        )
-        tried += [filled for filled in [cheaper(whole, capped)] if _gathered_bytes(filled, sums) <= room]
-    best = cheaper(min(tried, key=cost_us), usual)
-    if best == usual:
+    ways = (False, True) if copies and link.copying else (False,)
+    planned = [
+        tuple(_filled(each, times, link, copies=way) for each, times in zip(sums, ready, strict=True)) for way in ways
+    ]
+    best = min((each for each in planned if _gathered_bytes(each, sums) <= room), key=cost_us)
+    if cost_us(best) >= cost_us(usual) - _MARGIN * step_us:
         return (), ()
     reason = f"{_described(best, sums)}, as {cost_us(best):,.0f} µs more are predicted than without a group"
     return best, (Decision("", "buckets", f"{reason}, and {cost_us(usual):,.0f} with {_described(usual, sums)}"),)
@@ -188,36 +186,45 @@ def best_buckets(
 
 def _described(filled: Filled, sums: Sequence[Sums]) -> str:
     """Their sizes, in words."""
-    sizes, copied = [], 0
-    for own, each in zip(filled, sums, strict=True):
-        sizes += [sum(each.like[at].nbytes for at in bucket.tensors) / (1 << 20) for bucket in own]
-        copied += sum(bucket.copied for bucket in own)
-    return f"{', '.join(f'{size:.3g}' for size in sizes)} MiB" + (f" ({copied} copied)" if copied else "")
+    sizes = [
+        sum(each.like[at].nbytes for at in bucket.tensors) / (1 << 20)
+        for own, each in zip(filled, sums, strict=True)
+        for bucket in own
+    ]
+    if len(sizes) > _LISTED:
+        said = f"{len(sizes)} buckets of {min(sizes):.3g} to {max(sizes):,.0f} MiB"
+    else:
+        said = f"{', '.join(f'{size:.3g}' if size < 100 else f'{size:,.0f}' for size in sizes)} MiB"
+    copied = sum(bucket.copied for own in filled for bucket in own)
+    return f"{said} ({copied} copied)" if copied else said
 
 
-def _filled(sums: Sums, ready_us: Sequence[float], link: Interconnect, copies: bool, most: float) -> tuple[Bucket, ...]:
+def _filled(sums: Sums, ready_us: Sequence[float], link: Interconnect, *, copies: bool) -> tuple[Bucket, ...]:
     """The tensors of one op for all-reduces, in buckets of one dtype and device each, by when they are ready.
+
+    Each op and each kind of tensors is planned as if it had the link alone.
 
     Args:
         sums: the op.
         ready_us: when each of its tensors is ready.
         link: what processes communicate over.
         copies: whether devices may copy buckets from each other, which they do if that is faster.
-        most: bytes of a bucket.
     """
-    copies = copies and can_reduce(sums.like, sums.reduction, sums.group)
-
-    def fastest(size: int) -> tuple[float, bool]:
-        return min((_duration_us(size, sums, link, copied=way), way) for way in ((False, True) if copies else (False,)))
-
-    each_us = _EACH_US + (_SLOWED_BY_COPIES if copies else _SLOWED) * fastest(0)[0]
+    processes = processes_in(sums.group)
     kinds: dict[object, list[int]] = {}
     for at, tensor in enumerate(sums.like):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(at)
     found: list[Bucket] = []
     for places in kinds.values():
+        can = copies and can_reduce([sums.like[at] for at in places], sums.reduction, sums.group)
+        ways = (False, True) if can else (False,)
+
+        def fastest(size: int, ways: Sequence[bool] = ways) -> tuple[float, bool]:
+            return min((_duration_us(size, processes, link, copied=way), way) for way in ways)
+
+        each_us = _beside_us(_duration_us(0, processes, link, copied=can), copied=can)
         sizes = [sums.like[at].nbytes for at in places]
-        groups = merged([ready_us[at] for at in places], sizes, lambda size: fastest(size)[0], each_us, most)
+        groups = merged([ready_us[at] for at in places], sizes, lambda size: fastest(size)[0], each_us, _MOST)
         for group in groups:
             copied = fastest(sum(sizes[at] for at in group))[1]
             found.append(Bucket(tuple(places[at] for at in group), copied))
@@ -226,31 +233,39 @@ def _filled(sums: Sums, ready_us: Sequence[float], link: Interconnect, copies: b
 
 def _cost_us(filled: Sequence[Bucket], sums: Sums, ready_us: Sequence[float], link: Interconnect) -> float:
     """What the buckets of an op add to a step: how long after the last tensor they are reduced, and what they slow."""
-    end = slowed = 0.0
+    processes, end_us, others_us = processes_in(sums.group), 0.0, 0.0
     for bucket in filled:
         size = sum(sums.like[at].nbytes for at in bucket.tensors)
-        duration_us = _duration_us(size, sums, link, copied=bucket.copied)
-        end = max(end, _begin_us(bucket, ready_us)) + duration_us
-        slowed += _EACH_US + (_SLOWED_BY_COPIES if bucket.copied else _SLOWED) * duration_us
-    return end - max(ready_us) + slowed
+        duration_us = _duration_us(size, processes, link, copied=bucket.copied)
+        end_us = max(end_us, _begin_us(bucket, ready_us)) + duration_us
+        others_us += _beside_us(duration_us, copied=bucket.copied)
+    return end_us - max(ready_us) + others_us
 
 
 def _begin_us(bucket: Bucket, ready_us: Sequence[float]) -> float:
     return max(ready_us[at] for at in bucket.tensors)
 
 
-def _duration_us(size: int, sums: Sums, link: Interconnect, *, copied: bool) -> float:
-    processes = processes_in(sums.group)
+def _duration_us(size: int, processes: int, link: Interconnect, *, copied: bool) -> float:
     if copied and link.copying:
         return gather_us(size, processes, link.copying)
     return all_reduce_us(size, processes, link)
 
 
-def _ready_us(node: fx.Node, ends: Mapping[str, float]) -> float:
-    """When a value is there, by the ends of the ops of all nodes: views take no time, and arguments are there."""
-    if node.name in ends:
-        return ends[node.name]
-    return max((_ready_us(other, ends) for other in node.all_input_nodes), default=0.0)
+def _beside_us(duration_us: float, *, copied: bool) -> float:
+    """What a collective costs a step besides its own time, µs."""
+    if copied:
+        return _EACH_COPIED_US + _SLOWED_BY_COPIES * duration_us
+    return _EACH_US + _SLOWED * duration_us
+
+
+def _ready_us(program: Program, ends: Mapping[str, float]) -> dict[fx.Node, float]:
+    """When each value is there, by the ends of the ops of nodes: views take no time, and arguments are there."""
+    found: dict[fx.Node, float] = {}
+    for node in program.module.graph.nodes:
+        inputs = (found[other] for other in node.all_input_nodes)
+        found[node] = ends[node.name] if node.name in ends else max(inputs, default=0.0)
+    return found
 
 
 def _gathered_bytes(filled: Filled, sums: Sequence[Sums]) -> int:

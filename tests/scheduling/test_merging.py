@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 
 import pytest
@@ -11,14 +11,18 @@ from hypothesis import strategies as st
 
 from autostream.scheduling.merging import merged
 
-START_US = 3.0
-
 
 def reduction_us(size: int) -> float:
-    return START_US + size
+    return 3.0 + size
 
 
-def cost_us(groups: Sequence[Sequence[int]], ready: Sequence[float], sizes: Sequence[int], each_us: float) -> float:
+def cost_us(
+    groups: Sequence[Sequence[int]],
+    ready: Sequence[float],
+    sizes: Sequence[int],
+    each_us: float,
+    reduction_us: Callable[[int], float] = reduction_us,
+) -> float:
     """When the last of these reductions ends, one after the other, and what each costs besides."""
     end = 0.0
     for group in groups:
@@ -36,29 +40,35 @@ def runs(places: Sequence[int]) -> Iterator[list[list[int]]]:
 
 
 @given(
-    tensors=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), min_size=1, max_size=7),
+    ready=st.lists(st.integers(0, 60), min_size=1, max_size=7, unique=True),
+    sizes=st.lists(st.integers(1, 20), min_size=7, max_size=7),
+    start_us=st.sampled_from([0.0, 3.0]),
     each_us=st.sampled_from([0.5, 4.0, 30.0]),
     most=st.sampled_from([inf, 25]),
 )
-def test_no_other_way_is_better(tensors: list[tuple[int, int]], each_us: float, most: float) -> None:
-    ready, sizes = [float(time) for time, _ in tensors], [size for _, size in tensors]
-    found = merged(ready, sizes, reduction_us, each_us, most)
-    assert sorted(at for group in found for at in group) == [*range(len(tensors))]
-    # What is ready at the same time stays together, whatever its size.
-    times = sorted(set(ready))
-    together = [[at for at in range(len(ready)) if ready[at] == time] for time in times]
-    ways = [[[at for slot in run for at in together[slot]] for run in way] for way in runs(range(len(times)))]
+def test_no_other_way_is_better(
+    ready: list[int], sizes: list[int], start_us: float, each_us: float, most: float
+) -> None:
+    """Of all ways to divide the tensors in the order in which they are ready."""
+
+    def us(size: int) -> float:
+        return start_us + size
+
+    times, sizes = [float(time) for time in ready], sizes[: len(ready)]
+    found = merged(times, sizes, us, each_us, most)
+    assert sorted(at for group in found for at in group) == [*range(len(ready))]
+    order = sorted(range(len(ready)), key=ready.__getitem__)
     allowed = [
-        way
-        for way in ways
-        if all(len({ready[at] for at in group}) == 1 or sum(sizes[at] for at in group) <= most for group in way)
+        way for way in runs(order) if all(len(group) == 1 or sum(sizes[at] for at in group) <= most for group in way)
     ]
-    best = min(cost_us(way, ready, sizes, each_us) for way in allowed)
-    assert cost_us(found, ready, sizes, each_us) == pytest.approx(best)
+    best = min(cost_us(way, times, sizes, each_us, us) for way in allowed)
+    assert cost_us(found, times, sizes, each_us, us) == pytest.approx(best)
 
 
 def test_tensors_that_are_ready_at_once_are_reduced_at_once() -> None:
-    assert merged([5.0, 5.0, 5.0], [1, 1, 1], reduction_us, 1.0, most=2) == [[2, 1, 0]]
+    assert merged([5.0, 5.0, 5.0], [1, 1, 1], reduction_us, 1.0) == [[2, 1, 0]]
+    assert merged([5.0, 5.0, 5.0], [1, 1, 1], reduction_us, 1.0, most=2) == [[2, 1], [0]]
+    assert merged([5.0, 5.0], [9, 9], reduction_us, 1.0, most=2) == [[1], [0]]
     assert merged([], [], reduction_us, 1.0) == []
 
 

@@ -52,8 +52,9 @@ def chosen(traced: TracedStep, options: Options, link: Interconnect, *, copies: 
 
 
 @pytest.mark.parametrize("link", [FAST, SLOW_TO_START])
-def test_one_bucket_is_best_where_it_is_fast_or_others_start_slowly(traced: TracedStep, link: Interconnect) -> None:
-    assert chosen(traced, Options(), link) == [12]
+def test_few_buckets_are_best_where_they_are_fast_or_start_slowly(traced: TracedStep, link: Interconnect) -> None:
+    """None has more than 25 MiB."""
+    assert chosen(traced, Options(), link) == [6, 6]
 
 
 def test_early_buckets_are_best_where_sending_takes_long(traced: TracedStep) -> None:
@@ -87,11 +88,11 @@ def test_gradients_of_a_small_model_are_one_sum_between_many_machines() -> None:
 
 @pytest.mark.parametrize("policy", ["sequential", "critical_path", "path_cover", "search"])
 def test_each_policy_has_its_buckets(traced: TracedStep, policy: str) -> None:
-    assert chosen(traced, Options.parse({"policy": policy}), SLOW_TO_START) == [12]
+    assert chosen(traced, Options.parse({"policy": policy}), SLOW_TO_START) == [6, 6]
 
 
 def test_nothing_is_hidden_on_one_stream(traced: TracedStep) -> None:
-    assert chosen(traced, Options().on_one_stream, SLOW_TO_SEND) == [12]
+    assert chosen(traced, Options().on_one_stream, SLOW_TO_SEND) == [6, 6]
 
 
 @pytest.mark.usefixtures("traced")
