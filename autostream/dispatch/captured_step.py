@@ -164,8 +164,9 @@ class TracedStep:
             profile: the device that the step was traced for.
             link: what processes communicate over; by default, what the device has.
         """
-        filled, notes = best_buckets(self.program, options, profile, link)
-        program = in_buckets(self.program, filled)
+        usual = in_buckets(self.program)
+        filled, notes = best_buckets(self.program, usual, options, profile, link)
+        program = in_buckets(self.program, filled) if filled else usual
         memory = [torch.empty((), dtype=like.dtype).expand(like.shape) for like, _ in memory_for(program)]
         known = [*memory, *self.arguments], self.name, self.label, options, profile, self.stopwatch, link
         report = plan_program(program, *known)

@@ -101,7 +101,7 @@ def in_best_buckets(program: Program, options: Options, stopwatch: Stopwatch) ->
             try:
                 profile, _ = profile_here(program.device)
                 link = link_between([machine for (machine, _), _ in told], program.device, profile)
-                return best_buckets(joined, options, profile, link, copies=all(can for (_, can), _ in told))
+                return best_buckets(joined, usual, options, profile, link, copies=all(can for (_, can), _ in told))
             except GroupError:
                 raise
             except Exception as error:
@@ -144,6 +144,7 @@ def _usual_as(reason: str, error: Exception) -> Notes:
 
 def best_buckets(
     program: Program,
+    usual: Program,
     options: Options,
     profile: DeviceProfile | None = None,
     link: Interconnect | None = None,
@@ -154,6 +155,7 @@ def best_buckets(
 
     Args:
         program: of the step, of ATen ops.
+        usual: the same with the usual buckets.
         options: how to schedule it.
         profile: of the device to plan for; by default the program's device.
         link: what processes communicate over; by default, what the device has.
@@ -162,8 +164,7 @@ def best_buckets(
     sums = sums_of(program)
     if program.device == "cpu" or all(len(each.like) == 1 for each in sums):  # what joins CPUs is an assumption
         return (), ()
-    usual = tuple(tuple(buckets(each.like)) for each in sums)
-    priced = price_program(in_buckets(program, usual), options, Stopwatch(), profile, link=link)
+    priced = price_program(usual, options, Stopwatch(), profile, link=link)
     step_us, ends = _simulated(priced, options)
     link = link or interconnect_of(priced.profile)
     times_of = _ready_us(program, ends)
@@ -178,10 +179,11 @@ def best_buckets(
         tuple(_filled(each, times, link, copies=way) for each, times in zip(sums, ready, strict=True)) for way in ways
     ]
     best = min((each for each in planned if _gathered_bytes(each, sums) <= room), key=cost_us)
-    if cost_us(best) >= cost_us(usual) - _MARGIN * step_us:
+    by_size = tuple(tuple(buckets(each.like)) for each in sums)
+    if cost_us(best) >= cost_us(by_size) - _MARGIN * step_us:
         return (), ()
     reason = f"{_described(best, sums)}, as {cost_us(best):,.0f} µs more are predicted than without a group"
-    return best, (Decision("", "buckets", f"{reason}, and {cost_us(usual):,.0f} with {_described(usual, sums)}"),)
+    return best, (Decision("", "buckets", f"{reason}, and {cost_us(by_size):,.0f} with {_described(by_size, sums)}"),)
 
 
 def _described(filled: Filled, sums: Sequence[Sums]) -> str:

@@ -14,6 +14,7 @@ from autostream.costs.device import profile_named
 from autostream.costs.interconnects import Interconnect, Protocol, interconnect_of
 from autostream.dispatch.captured_step import TracedStep
 from autostream.frontend.fake_processes import fake_processes
+from autostream.frontend.reduction_buckets import in_buckets
 from autostream.options import Options
 from autostream.tuning import best_buckets as module
 from autostream.tuning.best_buckets import best_buckets
@@ -45,9 +46,9 @@ SLOW_TO_START = link(start_us=200.0, bandwidth=1e9)
 SLOW_TO_SEND = link(start_us=1.0, bandwidth=320e3)
 
 
-def chosen(traced: TracedStep, options: Options, link: Interconnect, *, copies: bool = True) -> list[int]:
+def chosen(traced: TracedStep, options: Options, link: Interconnect) -> list[int]:
     """How many gradients each bucket has; none for the usual buckets."""
-    filled, _ = best_buckets(traced.program, options, H200, link, copies=copies)
+    filled, _ = best_buckets(traced.program, in_buckets(traced.program), options, H200, link)
     return [len(bucket.tensors) for bucket in filled[0]] if filled else []
 
 
@@ -73,7 +74,7 @@ def test_the_usual_buckets_stay_if_others_are_hardly_better(
     traced: TracedStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_MARGIN", 1.0)
-    assert best_buckets(traced.program, Options(), H200, SLOW_TO_SEND) == ((), ())
+    assert chosen(traced, Options(), SLOW_TO_SEND) == []
     _, report = traced.plan(Options(), H200, SLOW_TO_SEND)
     assert report.graph is not None
     assert len(report.graph.collectives) == 4  # of 12 gradients the first and the last have buckets of their own

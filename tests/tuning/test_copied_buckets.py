@@ -15,7 +15,7 @@ from autostream.costs.interconnects import Interconnect, interconnect_of
 from autostream.dispatch.captured_step import TracedStep
 from autostream.frontend.all_reduces import buckets
 from autostream.frontend.fake_processes import fake_processes
-from autostream.frontend.reduction_buckets import sums_of
+from autostream.frontend.reduction_buckets import in_buckets, sums_of
 from autostream.ir import DeviceProfile
 from autostream.options import Options
 from autostream.tuning.best_buckets import best_buckets
@@ -31,7 +31,7 @@ def traced() -> Iterator[TracedStep]:
 
 def copied(traced: TracedStep, profile: DeviceProfile, *link: Interconnect, copies: bool = True) -> list[bool]:
     """Of each bucket, whether it is copied; none for the usual ones."""
-    filled, _ = best_buckets(traced.program, Options(), profile, *link, copies=copies)
+    filled, _ = best_buckets(traced.program, in_buckets(traced.program), Options(), profile, *link, copies=copies)
     return [bucket.copied for bucket in filled[0]] if filled else []
 
 
@@ -67,7 +67,7 @@ def test_no_bucket_waits_for_a_small_gradient_that_is_ready_last() -> None:
     program = step.traced((x, x), Options(), H200).program
     assert buckets(sums_of(program)[0].like)[-1].tensors == (first[0],)
     for copies in (False, True):
-        (filled,), notes = best_buckets(program, Options(), H200, copies=copies)
+        (filled,), notes = best_buckets(program, in_buckets(program), Options(), H200, copies=copies)
         assert set(first) <= set(filled[-1].tensors)
         assert len(filled[-1].tensors) <= 12, "no more than a layer"
         assert any(bucket.copied for bucket in filled) == copies

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import autostream
 from autostream.frontend.fake_processes import fake_processes
-from autostream.frontend.reduction_buckets import sums_of
+from autostream.frontend.reduction_buckets import in_buckets, sums_of
 from autostream.options import Options
 from autostream.tuning.best_buckets import best_buckets
 from tests.tuning.test_best_buckets import H200
@@ -36,7 +36,7 @@ def test_a_bucket_has_one_type_and_only_two_processes_copy() -> None:
         with fake_processes(processes):
             step = autostream.train_step(model, sgd, nn.MSELoss(), data_parallel=dist.group.WORLD)
             program = step.traced((x, x), Options(), H200).program
-            (filled,), _ = best_buckets(program, Options(), H200)
+            (filled,), _ = best_buckets(program, in_buckets(program), Options(), H200)
             (sums,) = sums_of(program)
         assert sorted(at for bucket in filled for at in bucket.tensors) == [*range(24)]
         types = [{sums.like[at].dtype for at in bucket.tensors} for bucket in filled]
