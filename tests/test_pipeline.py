@@ -50,7 +50,7 @@ def test_which_costs_are_measured(
 
     budgets = []
 
-    def here(program: object, graph: OpGraph, profile: object, args: object, budget_s: float) -> Any:
+    def here(program: object, graph: OpGraph, profile: object, args: object, budget_s: float, watch: object) -> Any:
         budgets.append(budget_s)
         return {name: replace(cost, source="measured") for name, cost in costs_of(graph).items()}, ()
 

@@ -1,7 +1,7 @@
 """Measures the cost of ops on the device: times each distinct op of a program alone, on its real inputs.
 
     all ops measured before, in these shapes, strides, dtypes and constants? ──▶ nothing to do
-    else: run the program in an Interpreter; for each op: inputs ──▶ time it alone ──▶ run it
+    else: run the program in an Interpreter, once to compile kernels; for each op: inputs ──▶ time it alone ──▶ run it
 
 On CUDA an op is timed in a small CUDA graph of several copies of it, so that the time includes no launch by the host;
 the graph also tells which kernels the op launches. Its inputs are then in the L2 cache. If the program as a whole is
@@ -39,6 +39,7 @@ from autostream.runtime.streams import capture_stream
 from autostream.store import key_of
 from autostream.utils.kernels import Kernel
 from autostream.utils.operators import written_names
+from autostream.utils.stopwatch import Stopwatch
 
 Call = Callable[[], object]
 Timer = Callable[[Call, Restore, float], Record]
@@ -74,14 +75,15 @@ def measure(
     args: Sequence[Tensor],
     known: Mapping[str, Record],
     budget_s: float,
+    stopwatch: Stopwatch,
 ) -> tuple[Costs, Mapping[str, Record]]:
     """Time every distinct op of a program on its device that has not been timed before.
 
-    If there is any, the program runs once, without gradients, on the current stream. It mutates copies of ``args``, and
-    the states of random generators are restored. Some ops cannot be timed and keep their estimates
-    (:func:`~autostream.costs.roofline.price`): ops on another device, ops that cannot be captured on a GPU, ops with
-    effects besides random numbers, ops that fail when run alone, and ops behind the end of the budget. Collectives, for
-    which other processes would have to be there, are not run: what is behind them gets other values.
+    If there is any, the program runs without gradients on the current stream, once or, on a GPU, twice. It mutates
+    copies of ``args``, and the states of random generators are restored. Some ops cannot be timed and keep their
+    estimates (:func:`~autostream.costs.roofline.price`): ops on another device, ops that cannot be captured on a GPU,
+    ops with effects besides random numbers, ops that fail when run alone, and ops behind the end of the budget.
+    Collectives, for which other processes would have to be there, are not run: what is behind them gets other values.
 
     Args:
         program: the program.
@@ -90,6 +92,8 @@ def measure(
         args: one tensor per placeholder, in order, on their devices.
         known: records of earlier measurements, by :func:`~autostream.store.key_of` each op.
         budget_s: once timing has taken this long, the remaining ops keep their estimates.
+        stopwatch: records the seconds of the first run on a GPU as ``"compile"``. In it kernels that still compile are
+            waited for, loaded, and tuned by Triton, which may take longer than the budget.
 
     Returns:
         Op name to cost, in program order; ``source`` tells which costs were measured. And the records measured now, by
@@ -103,6 +107,9 @@ def measure(
     complete = {key for key, record in known.items() if not record or needed <= record.keys()}
     keys, measured = _expected_keys(program, graph), dict[str, Record]()
     if not complete.issuperset(keys.values()):
+        if program.device != "cpu":
+            with stopwatch("compile"):
+                _run_alone(_Alone(program.module, graph.collectives), program, graph, args)
         measurement = _run(program, graph, profile, args, complete, budget_s, cold=missed > 0)
         keys, measured = measurement.keys, measurement.records
     records, costs = {**known, **measured}, dict(price(graph, profile))
@@ -145,19 +152,52 @@ def _run(
     cold: bool,
 ) -> _Measurement:
     """Run the program once and time the ops without a complete record; if ``cold``, with an empty cache as well."""
-    cuda = program.device.startswith("cuda")
-    random = torch.random.fork_rng(devices=[program.device] if cuda else [], device_type="cuda")
     # An op that launches nothing makes an empty graph, for which torch warns; the user can do nothing about it.
-    with torch.no_grad(), random, _current(program.device), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        timer = _GraphTimer(program.device, profile, cold=cold) if cuda else _time_calls
+        timer = _time_calls if program.device == "cpu" else _GraphTimer(program.device, profile, cold=cold)
         measurement = _Measurement(program, graph, profile, timer, complete, budget_s)
-        measurement.run(*_with_copies(program.placeholders, args, _written(graph)), enable_io_processing=False)
+        _run_alone(measurement, program, graph, args)
     return measurement
 
 
-class _Measurement(Interpreter):
-    """Runs a program op by op and times each op whose key it meets for the first time.
+def _run_alone(run: _Alone, program: Program, graph: OpGraph, args: Sequence[Tensor]) -> None:
+    """Run a program on copies of what it writes."""
+    devices = [] if program.device == "cpu" else [program.device]
+    random = torch.random.fork_rng(devices=devices, device_type="cuda")
+    with torch.no_grad(), random, _current(program.device):
+        run.run(*_with_copies(program.placeholders, args, _written(graph)), enable_io_processing=False)
+
+
+class _Alone(Interpreter):
+    """Runs a program op by op in one process: its collectives are not run, and what is behind them gets other values.
+
+    Args:
+        module: of the program.
+        collectives: the names of its collectives.
+    """
+
+    def __init__(self, module: fx.GraphModule, collectives: Collection[str]) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        self._collectives = collectives
+
+    def run_node(self, n: Node) -> Any:
+        """Run a node."""
+        return self._unshared(n) if n.name in self._collectives else super().run_node(n)
+
+    def _unshared(self, collective: Node) -> Any:
+        """What a collective returns, as if nothing came from other processes: what it writes, or zeros."""
+        target: Any = collective.target
+        args, kwargs = self.fetch_args_kwargs_from_env(collective)
+        names = (argument.name for argument in target._schema.arguments)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        for written in written_names(target):
+            return given[written]
+        return map_aggregate(collective.meta["val"], _zeros_like)
+
+
+class _Measurement(_Alone):
+    """Times each op whose key it meets for the first time.
 
     Attributes:
         keys: op name to the key of its record; ops that are not timed have none.
@@ -173,10 +213,10 @@ class _Measurement(Interpreter):
         complete: Collection[str],
         budget_s: float,
     ) -> None:
-        super().__init__(program.module, garbage_collect_values=True)
+        super().__init__(program.module, graph.collectives)
         self.keys: dict[str, str] = {}
         self.records: dict[str, Record] = {}
-        self._ops, self._collectives = _timeable(graph), graph.collectives
+        self._ops = _timeable(graph)
         self._estimates = price(graph, profile)
         self._timer = timer
         self._complete = complete
@@ -196,17 +236,7 @@ class _Measurement(Interpreter):
                 if record is not None:
                     self.records[key] = record
                 self._left_s -= time.perf_counter() - start
-        return self._unshared(n) if n.name in self._collectives else super().run_node(n)
-
-    def _unshared(self, collective: Node) -> Any:
-        """What a collective returns, as if nothing came from other processes: what it writes, or zeros."""
-        target: Any = collective.target
-        args, kwargs = self.fetch_args_kwargs_from_env(collective)
-        names = (argument.name for argument in target._schema.arguments)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        for written in written_names(target):
-            return given[written]
-        return map_aggregate(collective.meta["val"], _zeros_like)
+        return super().run_node(n)
 
     def _time(self, op: Op, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
         call, originals = getattr(self, node.op), tree_leaves((args, kwargs))

@@ -76,7 +76,7 @@ def price_program(
         estimated: Iterable[str] = graph.ops
         if tensors is not None and _measures(options, graph):
             budget_s = min(MEASURE_SHARE * options.tuning_seconds, stopwatch.left(options))
-            costs, faults = costs_here(program, graph, known, tensors, budget_s)
+            costs, faults = costs_here(program, graph, known, tensors, budget_s, stopwatch)
             notes, estimated = (*notes, *faults), graph.collectives  # nothing times them
         if estimated:
             with collector.paused():
