@@ -303,9 +303,7 @@ def _best_as_measured(task: Task, priced: Priced, peers: Peers, *, capture: bool
     if peers.group:
         with stopwatch("verify"):
             peers.together("the schedules", lambda: check(priced, candidates, capture), failing=ScheduleError)
-    # Mutated inputs are restored before each run: measuring variants of training steps would take too long.
-    varies = not peers.group and not any(written(task.program, priced.graph))
-    varied = partial(variants_of, priced, options, candidates[0]) if varies else _no_variants
+    varied = _no_variants if peers.group else partial(variants_of, priced, options, candidates[0])
     with stopwatch("select"), _undone(task, priced) as restore:
         left_s, program, arguments = stopwatch.left(options), task.program, task.arguments
         return select(program, priced.graph, candidates, arguments, task.bound, restore, left_s, varied, peers)

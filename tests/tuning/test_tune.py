@@ -107,6 +107,25 @@ def test_a_program_is_captured_if_possible_and_else_the_reason_is_reported(
     assert all(variant.captured == captures[-1] for variant in device.variants)
 
 
+class Written(nn.Module):
+    """Two branches, behind which the input is written."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = x @ x, x @ x.t()
+        x.add_(1.0)
+        return left @ left + right @ right
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model", [Written(), nn.ReLU()], ids=["branches", "one op"])
+def test_variants_are_measured_also_of_a_program_that_writes_its_inputs(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, x = Device(monkeypatch), torch.ones(512, 512)
+    tune(trace(model, [x]).program, [x], [False], Options(), Stopwatch())
+    assert bool(device.variants) == isinstance(model, Written)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("options", "reasons"),
