@@ -50,8 +50,9 @@ class Stream:
         self.steps.append(Wait(event))
 
     def record_event(self) -> str:
-        self.steps.append(Record(f"event {next(self._device.numbers)}"))
-        return str(self.steps[-1].event)
+        record = Record(f"event {next(self._device.numbers)}")
+        self.steps.append(record)  # another thread may append a step behind it
+        return record.event
 
 
 class Event:
@@ -97,8 +98,9 @@ class Device:
         )
 
     def stream(self) -> Stream:
-        self.streams.append(Stream(self))
-        return self.streams[-1]
+        stream = Stream(self)
+        self.streams.append(stream)
+        return stream
 
     @property
     def current(self) -> Stream:
@@ -122,18 +124,23 @@ class Device:
         self.current.steps.append(step)
 
     def empty_like(self, like: Tensor) -> Tensor:
-        free, size = self._free[self.current, like.nbytes], like.nbytes
-        if not free:
-            if size > self.bytes_left:
-                raise torch.OutOfMemoryError("no memory")
-            self.bytes_left -= size
-            self.blocks += 1
-            free.append(torch.full((size,), 0xFF, dtype=torch.uint8))  # NaN of any kind
-            self._blocks[free[0].data_ptr()] = free[0]
-        block = free.pop()
+        free = self._free[self.current, like.nbytes]
+        try:
+            block = free.pop()  # by one call, as other threads free memory at any time
+        except IndexError:
+            block = self._new_block(like.nbytes)
         tensor = block.view(like.dtype).view(like.shape)
         weakref.finalize(tensor, free.append, block)
         return tensor
+
+    def _new_block(self, size: int) -> Tensor:
+        if size > self.bytes_left:
+            raise torch.OutOfMemoryError("no memory")
+        self.bytes_left -= size
+        self.blocks += 1
+        block = torch.full((size,), 0xFF, dtype=torch.uint8)  # NaN of any kind
+        self._blocks[block.data_ptr()] = block
+        return block
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor begins at the start of a block of the device."""

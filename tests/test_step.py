@@ -106,7 +106,8 @@ def accumulated() -> Made:
     model = nn.Sequential(layers(3, 8), nn.BatchNorm1d(8).double(), nn.Linear(8, 2).double())
     model[2].bias.requires_grad_(False)
     average = copy.deepcopy(model).requires_grad_(False)
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-1)
+    # The gradient of a bias before batch norm is rounding, which differs, and must not become a step of full size.
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-1, eps=1e-4)
 
     def update(x: Tensor, *_: Tensor) -> list[Tensor]:
         losses = []
@@ -197,7 +198,7 @@ STEPS = {make.__name__: make for make in (sac, gan, accumulated, written_with_gr
 
 
 def four_tensors(at: int) -> tuple[Tensor, ...]:
-    return tuple(torch.randn(6, wide, dtype=torch.double) for wide in (3, 2, 1, 3))
+    return tuple(torch.randn(12, wide, dtype=torch.double) for wide in (3, 2, 1, 3))
 
 
 @pytest.mark.parametrize("make", STEPS.values(), ids=STEPS)
