@@ -58,8 +58,11 @@ _MEASURES: dict[Measure, str] = {"call": "Back to back, host included:", "device
 
 _TABLES: dict[str, Callable[[Any], str]] = {
     **{
-        f"data_parallel-{world}": lambda result: data_parallel.table(result["rows"])
-        for world in ("1", "2", "2-copied", "2-ddp", "2-planned", "2-priority", *(f"2-resnet50{way}" for way in ("", "-planned", "-priority")))
+        f"data_parallel-{which}": lambda result: data_parallel.table(result["rows"])
+        for which in (
+            *("1", "2", "2-copied", "2-ddp", "2-planned", "2-priority"),
+            *("2-resnet50", "2-resnet50-planned", "2-resnet50-priority"),
+        )
     },
     **dict.fromkeys(("generation", "generation-dense"), lambda result: generation.table(result["rows"])),
     "losses": lambda result: losses.table(result["rows"]),
