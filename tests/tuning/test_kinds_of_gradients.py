@@ -31,7 +31,7 @@ class Mixed(nn.Module):
 def test_a_bucket_has_one_type_and_only_two_processes_copy() -> None:
     model = Mixed()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.ones(512, 1024)
+    x = torch.ones(64, 1024)
     for processes in (2, 4):
         with fake_processes(processes):
             step = autostream.train_step(model, sgd, nn.MSELoss(), data_parallel=dist.group.WORLD)
