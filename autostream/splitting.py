@@ -48,7 +48,6 @@ from autostream.scheduling.microbatches import (
 )
 from autostream.scheduling.partition import BACKWARD, Segment, Stage, partition, stages_from
 from autostream.utils.logs import Log
-from autostream.utils.stopwatch import Stopwatch
 
 log = Log(__name__)
 
@@ -195,7 +194,7 @@ def chain_of(
         profile, _ = profile_here(program.device)
     if costs == "measured":
         tensors = traced.arguments(model, args)
-        priced, _ = costs_here(program, graph, profile, tensors, Options().tuning_seconds, Stopwatch())
+        priced, _ = costs_here(program, graph, profile, tensors, Options().tuning_seconds)
         priced = _as_trained(priced, profile, model, args)
     else:
         priced = price(graph, profile)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from autostream import pipeline
+from autostream.costs import measured
 from autostream.costs.device import profile_named, profile_of
+from autostream.costs.records import Record
 from autostream.errors import FusionError, OptionError, TargetError
 from autostream.ir import Decision, DeviceProfile, OpGraph, Program
 from autostream.options import Options
@@ -20,9 +23,11 @@ from autostream.pipeline import lowered, plan, program_of
 from autostream.reporting.report import Report
 from autostream.tuning import candidates, pricing
 from autostream.tuning.pricing import price_program
+from autostream.utils import stopwatch
+from autostream.utils.kernels import Kernel
 from autostream.utils.stopwatch import Stopwatch
 from tests.analysis.programs import Tape, aten
-from tests.runtime.programs import Towers, sample
+from tests.runtime.programs import Towers, fused_case, sample
 from tests.scheduling.graphs import costs_of
 
 H200 = profile_named("h200")
@@ -50,7 +55,7 @@ def test_which_costs_are_measured(
 
     budgets = []
 
-    def here(program: object, graph: OpGraph, profile: object, args: object, budget_s: float, watch: object) -> Any:
+    def here(program: object, graph: OpGraph, profile: object, args: object, budget_s: float) -> Any:
         budgets.append(budget_s)
         return {name: replace(cost, source="measured") for name, cost in costs_of(graph).items()}, ()
 
@@ -62,6 +67,54 @@ def test_which_costs_are_measured(
     assert result.profile is H200
     assert price_program(case.program, Options(), Stopwatch()).profile == profile_of("cpu"), "by default its device's"
     assert budgets == ([3.0] if source == "measured" else []), "of ten seconds, seven are gone"
+
+
+class Compiling:
+    """A clock, by which the first launch of each kernel takes 40 s and all else takes none; a kernel may fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, caches: Path, fails: str = "") -> None:
+        monkeypatch.setenv("AUTOSTREAM_CACHE_DIR", str(caches))
+        self.now, self.launched = 0.0, set[Kernel]()
+        launch = Kernel.__call__
+
+        def compiled(kernel: Kernel, *args: Any) -> None:
+            if kernel.__name__ == fails:
+                raise RuntimeError(f"{fails} does not compile")
+            self.now += 0.0 if kernel in self.launched else 40.0
+            self.launched.add(kernel)
+            launch(kernel, *args)
+
+        def timed(call: Any, *_: object) -> Record:
+            call()
+            return {"warm_us": 2.5}
+
+        monkeypatch.setattr(Kernel, "__call__", compiled)
+        monkeypatch.setattr(measured, "_time_calls", timed)
+        for module in (measured, stopwatch):
+            monkeypatch.setattr(module, "time", self)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_kernels_that_still_compile_take_nothing_from_the_time_for_tuning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    case, clock, watch = fused_case(), Compiling(monkeypatch, tmp_path), Stopwatch()
+    priced = price_program(case.program, Options(costs="measured"), watch, profile_of("cpu"), case.args())
+    assert {cost.source for cost in priced.costs.values()} == {"measured"}
+    assert watch.seconds == {"analyze": 0.0, "compile": 40.0 * len(clock.launched), "price": 0.0}
+    assert len(clock.launched) == 5
+
+
+def test_a_kernel_that_does_not_compile_is_reported_by_what_times_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    case = fused_case()
+    Compiling(monkeypatch, tmp_path, fails="sin")
+    priced = price_program(case.program, Options(costs="measured"), Stopwatch(), profile_of("cpu"), case.args())
+    assert {cost.source for cost in priced.costs.values()} == {"roofline"}
+    assert "sin does not compile" in priced.notes[0].reason
 
 
 @pytest.mark.parametrize("costs", ["measured", "roofline"])

@@ -1,7 +1,7 @@
 """Measures the cost of ops on the device: times each distinct op of a program alone, on its real inputs.
 
     all ops measured before, in these shapes, strides, dtypes and constants? ──▶ nothing to do
-    else: run the program in an Interpreter, once to compile kernels; for each op: inputs ──▶ time it alone ──▶ run it
+    else: run the program in an Interpreter; for each op: inputs ──▶ time it alone ──▶ run it
 
 On CUDA an op is timed in a small CUDA graph of several copies of it, so that the time includes no launch by the host;
 the graph also tells which kernels the op launches. Its inputs are then in the L2 cache. If the program as a whole is
@@ -39,7 +39,6 @@ from autostream.runtime.streams import capture_stream
 from autostream.store import key_of
 from autostream.utils.kernels import Kernel
 from autostream.utils.operators import written_names
-from autostream.utils.stopwatch import Stopwatch
 
 Call = Callable[[], object]
 Timer = Callable[[Call, Restore, float], Record]
@@ -75,15 +74,12 @@ def measure(
     args: Sequence[Tensor],
     known: Mapping[str, Record],
     budget_s: float,
-    stopwatch: Stopwatch,
 ) -> tuple[Costs, Mapping[str, Record]]:
     """Time every distinct op of a program on its device that has not been timed before.
 
-    If there is any, the program runs without gradients on the current stream, once or, on a GPU, twice. It mutates
-    copies of ``args``, and the states of random generators are restored. Some ops cannot be timed and keep their
-    estimates (:func:`~autostream.costs.roofline.price`): ops on another device, ops that cannot be captured on a GPU,
-    ops with effects besides random numbers, ops that fail when run alone, and ops behind the end of the budget.
-    Collectives, for which other processes would have to be there, are not run: what is behind them gets other values.
+    If there is any, the program runs once, as by :func:`run_alone`. Some ops cannot be timed and keep their estimates
+    (:func:`~autostream.costs.roofline.price`): ops on another device, ops that cannot be captured on a GPU, ops with
+    effects besides random numbers, ops that fail when run alone, and ops behind the end of the budget.
 
     Args:
         program: the program.
@@ -92,8 +88,6 @@ def measure(
         args: one tensor per placeholder, in order, on their devices.
         known: records of earlier measurements, by :func:`~autostream.store.key_of` each op.
         budget_s: once timing has taken this long, the remaining ops keep their estimates.
-        stopwatch: records the seconds of the first run on a GPU as ``"compile"``. In it kernels that still compile are
-            waited for, loaded, and tuned by Triton, which may take longer than the budget.
 
     Returns:
         Op name to cost, in program order; ``source`` tells which costs were measured. And the records measured now, by
@@ -107,9 +101,6 @@ def measure(
     complete = {key for key, record in known.items() if not record or needed <= record.keys()}
     keys, measured = _expected_keys(program, graph), dict[str, Record]()
     if not complete.issuperset(keys.values()):
-        if program.device != "cpu":
-            with stopwatch("compile"):
-                _run_alone(_Alone(program.module, graph.collectives), program, graph, args)
         measurement = _run(program, graph, profile, args, complete, budget_s, cold=missed > 0)
         keys, measured = measurement.keys, measurement.records
     records, costs = {**known, **measured}, dict(price(graph, profile))
@@ -152,20 +143,33 @@ def _run(
     cold: bool,
 ) -> _Measurement:
     """Run the program once and time the ops without a complete record; if ``cold``, with an empty cache as well."""
-    # An op that launches nothing makes an empty graph, for which torch warns; the user can do nothing about it.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        timer = _time_calls if program.device == "cpu" else _GraphTimer(program.device, profile, cold=cold)
-        measurement = _Measurement(program, graph, profile, timer, complete, budget_s)
-        _run_alone(measurement, program, graph, args)
+    timer = _time_calls if program.device == "cpu" else _GraphTimer(program.device, profile, cold=cold)
+    measurement = _Measurement(program, graph, profile, timer, complete, budget_s)
+    run_alone(program, graph, args, measurement)
     return measurement
 
 
-def _run_alone(run: _Alone, program: Program, graph: OpGraph, args: Sequence[Tensor]) -> None:
-    """Run a program on copies of what it writes."""
-    devices = [] if program.device == "cpu" else [program.device]
-    random = torch.random.fork_rng(devices=devices, device_type="cuda")
-    with torch.no_grad(), random, _current(program.device):
+def run_alone(program: Program, graph: OpGraph, args: Sequence[Tensor], run: _Alone | None = None) -> None:
+    """Run a program once, without gradients, on the current stream.
+
+    It mutates copies of ``args``, and the states of random generators are restored. Collectives, for which other
+    processes would have to be there, are not run: what is behind them gets other values.
+
+    Args:
+        program: the program.
+        graph: its ops.
+        args: one tensor per placeholder, in order, on their devices.
+        run: runs the nodes.
+
+    Raises:
+        Exception: any error of the program itself.
+    """
+    run = run or _Alone(program.module, graph.collectives)
+    cuda = program.device.startswith("cuda")
+    random = torch.random.fork_rng(devices=[program.device] if cuda else [], device_type="cuda")
+    # An op that launches nothing makes an empty graph, for which torch warns; the user can do nothing about it.
+    with torch.no_grad(), random, _current(program.device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         run.run(*_with_copies(program.placeholders, args, _written(graph)), enable_io_processing=False)
 
 
@@ -365,7 +369,7 @@ def _timeable(graph: OpGraph) -> dict[str, Op]:
 
 
 def _is_timeable(op: Op, device: str) -> bool:
-    """Whether an op can be repeated: a collective needs its peers, and unknown effects must happen only once."""
+    """Whether an op can be repeated: a collective needs its peers, and unknown effects cannot be undone."""
     capturable = device == "cpu" or not op.uncapturable
     return op.device == device and capturable and op.orders <= {"rng"} and op.target != WAIT
 

@@ -15,7 +15,6 @@ from autostream.costs.roofline import price
 from autostream.errors import first_line
 from autostream.ir import Costs, Decision, DeviceProfile, OpGraph, Program
 from autostream.store import Notes
-from autostream.utils.stopwatch import Stopwatch
 
 
 def profile_here(device: str) -> tuple[DeviceProfile, Notes]:
@@ -56,29 +55,23 @@ def profile_anew(device: str) -> tuple[DeviceProfile, Notes]:
 
 
 def costs_here(
-    program: Program,
-    graph: OpGraph,
-    profile: DeviceProfile,
-    tensors: Sequence[Tensor],
-    budget_s: float,
-    stopwatch: Stopwatch,
+    program: Program, graph: OpGraph, profile: DeviceProfile, tensors: Sequence[Tensor], budget_s: float
 ) -> tuple[Costs, Notes]:
     """The measured costs of a program's ops; ops whose times are in the cache are not timed again.
 
     If measuring fails, all costs are estimates, and a note says why: a schedule from estimates is better than none.
 
     Args:
-        program: the program; it is run at most twice.
+        program: the program; it is run at most once.
         graph: its ops.
         profile: the profile of its device.
         tensors: the program's arguments.
         budget_s: how long timing may take, in seconds.
-        stopwatch: records the seconds for which kernels compile.
     """
     context = context_of(program.device, profile, METHOD)
     cached, load_notes = load(context)
     try:
-        costs, records = measure(program, graph, profile, tensors, cached.records, budget_s, stopwatch)
+        costs, records = measure(program, graph, profile, tensors, cached.records, budget_s)
         notes = save(Measurements(context, records=records)) if records else ()
     except Exception as error:
         reason = f"costs are estimates, for measuring failed: {first_line(error)}"

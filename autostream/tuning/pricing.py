@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from autostream.analysis.dependencies import analyze
 from autostream.costs.interconnects import Interconnect, interconnect_of
+from autostream.costs.measured import run_alone
 from autostream.costs.roofline import price
 from autostream.costs.this_device import costs_here, profile_here
 from autostream.ir import Costs, Decision, DeviceProfile, OpGraph, Program
 from autostream.options import Options
+from autostream.runtime.cuda_graph import release_unused_memory
 from autostream.store import Notes
 from autostream.tuning.agreement import ALONE, Peers, agree_on
 from autostream.utils import collector
@@ -76,7 +79,7 @@ def price_program(
         estimated: Iterable[str] = graph.ops
         if tensors is not None and _measures(options, graph):
             budget_s = min(MEASURE_SHARE * options.tuning_seconds, stopwatch.left(options))
-            costs, faults = costs_here(program, graph, known, tensors, budget_s, stopwatch)
+            costs, faults = costs_here(program, graph, known, tensors, budget_s)
             notes, estimated = (*notes, *faults), graph.collectives  # nothing times them
         if estimated:
             with collector.paused():
@@ -84,6 +87,9 @@ def price_program(
             costs = {**costs, **{name: estimates[name] for name in estimated}}
         return known, costs, notes
 
+    if tensors is not None and program.level == "inductor":
+        with stopwatch("compile"):
+            _compile(program, graph, tensors)
     if peers.group:
         agree_on(graph, graph.ops)
     machines = peers.each("the machines of its processes", platform.node)
@@ -91,6 +97,16 @@ def price_program(
         known, costs, notes = peers.first("what its ops cost", priced, tuple[DeviceProfile, Costs, Notes])
     refusals = () if graph.device == "cpu" else capture_refusals(graph)
     return Priced(graph, known, costs, refusals, tuple(dict.fromkeys(notes)))
+
+
+def _compile(program: Program, graph: OpGraph, tensors: Sequence[Tensor]) -> None:
+    """Wait for kernels that still compile, load them, and let Triton tune them: the first launch of each does that.
+
+    It may take longer than all that ``tuning_seconds`` is for. What fails in this run does so again where that is said.
+    """
+    with suppress(Exception):
+        run_alone(program, graph, tensors)
+    release_unused_memory(program.device)  # a capture, such as those that time ops, cannot take it
 
 
 def link_between(machines: Sequence[str], device: str, profile: DeviceProfile) -> Interconnect | None:

@@ -96,9 +96,9 @@ def select(
         tensors: the program's arguments; runs mutate them.
         bound: which of the arguments a captured graph may read in place.
         restore: restores mutated arguments before each run.
-        seconds: candidates that are not measured so long after the sequential one was built, which waits for kernels
-            that still compile, are refused. That one is always measured, and so is the next one that may run, which is
-            predicted to be the fastest: else slow captures would leave one stream.
+        seconds: candidates that are not measured so long after the sequential one was built are refused, of several
+            processes by the first one's clock. That one is always measured, and so is the next one that may run, which
+            is predicted to be the fastest: else slow captures would leave one stream.
         variants: yields variants of a candidate.
         peers: the processes that measure the same candidates together. What one of them cannot build, none uses.
 
@@ -116,8 +116,8 @@ def select(
     def timer(execution: Execution) -> Callable[[], float]:
         return _timer(execution, tensors, program.device, restore, peers)
 
-    def late() -> bool:  # by the clock of the first: the others have waited for it, while it measured ops
-        over: bool = peers.first("whether the time for tuning is over", lambda: time.perf_counter() > end, bool)
+    def late() -> bool:  # the others have less time left, as they have waited for the first while it timed ops
+        over: bool = peers.first("the time left for tuning", lambda: time.perf_counter() > end, bool)
         return over
 
     contest = _Contest(make, timer, list(candidates), make(candidates[0]), peers)

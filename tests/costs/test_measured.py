@@ -27,9 +27,7 @@ from autostream.costs.records import Record
 from autostream.costs.roofline import price
 from autostream.ir import Costs, DeviceProfile, Op, OpGraph, Placeholder, Program, Role, Storage
 from autostream.runtime.restore import Restore
-from autostream.utils import stopwatch
 from autostream.utils.kernels import Kernel
-from autostream.utils.stopwatch import Stopwatch
 from tests.analysis.programs import Tape
 from tests.runtime.programs import Case, fused_case, sample
 
@@ -106,7 +104,7 @@ def _measured(
     known: Mapping[str, Record] | None = None,
     budget_s: float = 1000.0,
 ) -> tuple[Costs, Mapping[str, Record]]:
-    return measure(program, graph, profile_of("cpu"), args, known or {}, budget_s, Stopwatch())
+    return measure(program, graph, profile_of("cpu"), args, known or {}, budget_s)
 
 
 def _measure(program: Program, graph: OpGraph, args: Sequence[Tensor]) -> dict[str, tuple[float, str]]:
@@ -514,8 +512,7 @@ def _with_weights(size: int, known: Mapping[str, Record] | None = None, budget_s
     """The cost of a relu and the new records, in a program with weights of so many bytes; the cache has 100."""
     program, graph = _program(_relu, 1, "cuda:0")
     graph = replace(graph, storages={"w": Storage("w", Role.PARAMETER, size, ("w",))})
-    profile = replace(GPU, cache_bytes=100)
-    costs, records = measure(program, graph, profile, [torch.ones(3)], known or {}, budget_s, Stopwatch())
+    costs, records = measure(program, graph, replace(GPU, cache_bytes=100), [torch.ones(3)], known or {}, budget_s)
     return costs["relu_default"], records
 
 
@@ -546,45 +543,12 @@ def test_a_warm_record_is_completed_if_cold_times_are_needed(cold: list[bool]) -
     assert (cost.source, records) == ("roofline", {}), "an op that cannot be timed is not tried again"
 
 
-class _Compiling(TorchDispatchMode):
-    """The first launch of each operator takes 40 s on this clock."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now, self.launched = 0.0, set[object]()
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.now += 0.0 if func in self.launched else 40.0
-        self.launched.add(func)
-        return func(*args, **(kwargs or {}))
-
-
-def test_kernels_that_still_compile_take_nothing_from_the_time_for_measuring(
-    cold: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first launch of a kernel waits for its compilation, and Triton tunes it."""
-    program, graph = _program(lambda graph, x: graph.call_function(aten.sigmoid.default, _relu(graph, x)), 1, "cuda:0")
-    monkeypatch.setattr(_Timer, "__call__", lambda self, call, *_: call() is not None and self.record)
-    args = [torch.ones(3)]
-    with _Compiling() as clock:
-        for module in (measured, stopwatch):
-            monkeypatch.setattr(module, "time", clock)
-        watch = Stopwatch()
-        with watch("price"):
-            costs, _ = measure(program, graph, GPU, args, {}, 1.0, watch)
-    assert {cost.source for cost in costs.values()} == {"measured"}
-    assert watch.seconds == {"price": 0.0, "compile": 80.0}
-
-
 # A real GPU
 
 
 def _on_gpu(build: Callable[..., Any], args: Sequence[Tensor]) -> dict[str, Any]:
     program, graph = _program(build, len(args), "cuda:0")
-    costs, _ = measure(program, graph, profile_of("cuda:0"), args, {}, 60.0, Stopwatch())
+    costs, _ = measure(program, graph, profile_of("cuda:0"), args, {}, 60.0)
     return dict(costs)
 
 

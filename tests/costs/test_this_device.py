@@ -24,7 +24,6 @@ from autostream.costs.this_device import costs_here, profile_anew, profile_here
 from autostream.errors import TargetError
 from autostream.ir import Costs, DeviceProfile
 from autostream.runtime.restore import Restore
-from autostream.utils.stopwatch import Stopwatch
 from tests.runtime.programs import Towers, sample
 
 GPU = "cuda:0"
@@ -141,7 +140,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def _costs(name: str, budget_s: float = 1000.0) -> tuple[Costs, list[str]]:
     case = sample(name)
-    costs, notes = costs_here(case.program, case.graph, profile_of("cpu"), case.args(), budget_s, Stopwatch())
+    costs, notes = costs_here(case.program, case.graph, profile_of("cpu"), case.args(), budget_s)
     return costs, [note.choice for note in notes]
 
 
@@ -174,7 +173,7 @@ def test_if_measuring_fails_costs_are_estimates_with_a_note(monkeypatch: pytest.
 
     monkeypatch.setattr(this_device, "measure", fails)
     case = sample("towers")
-    costs, (note,) = costs_here(case.program, case.graph, profile_of("cpu"), case.args(), 1000.0, Stopwatch())
+    costs, (note,) = costs_here(case.program, case.graph, profile_of("cpu"), case.args(), 1000.0)
     assert costs == price(case.graph, profile_of("cpu"))
     assert note.choice == "not measured"
     assert note.reason == "costs are estimates, for measuring failed: TypeError: no key for this"

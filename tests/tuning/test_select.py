@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from statistics import median
@@ -19,6 +19,7 @@ from autostream.ir import Candidate, Limit, OpGraph, Program, Schedule
 from autostream.runtime.emulator import ThreadedProgram
 from autostream.runtime.restore import Restore
 from autostream.tuning import select as selection
+from autostream.tuning.agreement import ALONE, Peers
 from autostream.tuning.select import (
     MARGIN,
     VARIANTS,
@@ -77,7 +78,7 @@ class Workshop:
         self.most = max(self.most, len(self.alive))
         return execution
 
-    def select(self, seconds: float = inf, variants: Sequence[int] = ()) -> Selection:
+    def select(self, seconds: float = inf, variants: Sequence[int] = (), peers: Peers = ALONE) -> Selection:
         """Select among the candidates; those in ``variants`` are yielded as variants."""
         program: Any = Program(None, (), (), "aten", "cuda:0")  # type: ignore[arg-type]
         left = [self.candidates[place] for place in variants]
@@ -91,7 +92,7 @@ class Workshop:
         others = [candidate for candidate in self.candidates if candidate not in left]
         bound = [False] * len(self.tensors)
         graph = OpGraph({}, (), {}, (), "cuda:0")
-        return select(program, graph, others, self.tensors, bound, NOTHING, seconds, varied)
+        return select(program, graph, others, self.tensors, bound, NOTHING, seconds, varied, peers)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +163,25 @@ def test_candidates_are_refused_once_time_is_up_but_not_the_first_two(monkeypatc
     workshop.candidates[1] = replace(workshop.candidates[1], refusal="needs 13.1 MB")
     result = workshop.select(seconds=0.0)
     assert [candidate.measured_us for candidate in result.candidates] == [100.0, None, 50.0, None]
+
+
+class Others(Peers):
+    """Processes of which another one is the first, whose time is over or not."""
+
+    over = True
+
+    def first(self, what: str, do: Callable[[], Any], kind: Any) -> Any:
+        return self.over
+
+
+@pytest.mark.parametrize(("over", "measured"), [(True, [100.0, 90.0, None]), (False, [100.0, 90.0, 50.0])])
+def test_of_several_processes_the_first_says_whether_time_is_up(
+    monkeypatch: pytest.MonkeyPatch, over: bool, measured: list[float | None]
+) -> None:
+    """They have to measure equally many, and the others have waited for it while it timed ops."""
+    monkeypatch.setattr(Others, "over", over)
+    result = Workshop(monkeypatch, [100.0, 90.0, 50.0], [1, 3, 2]).select(inf if over else 0.0, peers=Others())
+    assert [candidate.measured_us for candidate in result.candidates] == measured
 
 
 def test_a_refused_candidate_is_not_built_and_keeps_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,13 +117,10 @@ class Written(nn.Module):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model", [Written(), nn.ReLU()], ids=["branches", "one op"])
-def test_variants_are_measured_also_of_a_program_that_writes_its_inputs(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variants_are_measured_also_of_a_program_that_writes_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     device, x = Device(monkeypatch), torch.ones(512, 512)
-    tune(trace(model, [x]).program, [x], [False], Options(), Stopwatch())
-    assert bool(device.variants) == isinstance(model, Written)
+    tune(trace(Written(), [x]).program, [x], [False], Options(), Stopwatch())
+    assert device.variants
 
 
 @torch.no_grad()
