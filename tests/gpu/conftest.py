@@ -21,6 +21,12 @@ def _memory_is_freed() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
+@pytest.fixture(autouse=True)
+def _few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two dozen take seconds for each step that a test compiles."""
+    monkeypatch.setattr("autostream.tuning.select.VARIANTS", 2)
+
+
 @pytest.fixture
 def several_streams_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """A schedule over several streams is chosen, if there is one, whatever is measured."""
