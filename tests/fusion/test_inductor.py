@@ -324,10 +324,10 @@ def test_unknown_and_reserved_settings_are_refused(settings: dict[str, Any], mes
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_fusing_cannot_be_required_of_a_model_on_the_cpu(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model is on the CPU if all of its tensors are."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    monkeypatch.setattr(inductor, "_installed", lambda package: True)
     with FakeTensorMode():
         host, device = torch.ones(2), torch.ones(2, device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(inductor, "_installed", lambda package: True)
     for tensors, refused in ([], not on_gpu), ([host], True), ([host, device], not on_gpu), ([device], not on_gpu):
         check_level("auto", tensors)
         check_level("eager", tensors)
