@@ -50,6 +50,9 @@ class Replayable:
         self._pool = pool
         pool.append(self)
 
+    def instantiate(self) -> None:
+        pass
+
     def replay(self) -> None:
         results = self._run()
         pairs = zip(self.outputs, results, strict=True)
@@ -83,7 +86,7 @@ class Cuda:
             self.current = before
 
     def capture(
-        self, run: Callable[[], Sequence[Tensor]], stream: Stream, pool: list[Replayable]
+        self, run: Callable[[], Sequence[Tensor]], stream: Stream, pool: list[Replayable], *, keep_nodes: bool
     ) -> tuple[Replayable, Sequence[Tensor]]:
         self.log.append(f"capture on {stream.name}, current {self.current.name}")
         graph = Replayable(run, pool)

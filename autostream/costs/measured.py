@@ -35,6 +35,7 @@ from autostream.frontend.settings import numerics
 from autostream.ir import Costs, DeviceProfile, Op, OpCost, OpGraph, Placeholder, Program
 from autostream.runtime.capture import capture
 from autostream.runtime.restore import Restore
+from autostream.runtime.small_fills import fill_by_kernels
 from autostream.runtime.streams import capture_stream
 from autostream.store import key_of
 from autostream.utils.kernels import Kernel
@@ -50,7 +51,7 @@ CUDA graph, both include the edge behind each copy, and ``warm_us`` a share of t
 ``busy_share`` is the share of the multiprocessors that it keeps busy. A number that was not measured is absent.
 """
 
-METHOD = 3
+METHOD = 4
 """Version of the method of measuring, part of the cache's key: increase it when the meaning of a record changes, or the
 formula in ``occupancy.py``. Numbers derived from the device's profile are not in records: the profile may improve."""
 
@@ -324,6 +325,7 @@ class _GraphTimer:
 
     def _captured(self, run: Call) -> torch.cuda.CUDAGraph:
         graph, _ = capture(run, self._stream, self._first_graph and self._first_graph.pool(), keep_nodes=True)
+        fill_by_kernels(graph, self._stream)
         # A memory pool lives as long as a graph of it: the first graph is kept, so that all graphs use its pool.
         self._first_graph = self._first_graph or graph
         return graph

@@ -10,15 +10,16 @@ share (caches, memory bandwidth). The formula was fitted on an H200 to 1,008 pai
 (between 1 and 2) it predicts with a mean error of 0.18 (by occupancy alone: 0.22), and to 436 schedules of 26 models:
 see ``docs/cost-model.md``.
 
-Grids are read from the graph's nodes through the CUDA driver, with ``cuda.bindings``, which PyTorch's packages for CUDA
-depend on. The driver's occupancy calculator tells how many blocks fit on a multiprocessor; it knows the registers and
-shared memory even of closed-source kernels.
+Grids are read from the graph's nodes. The driver's occupancy calculator tells how many blocks fit on a multiprocessor;
+it knows the registers and shared memory even of closed-source kernels.
 """
 
 from __future__ import annotations
 
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from autostream.runtime.graph_nodes import UNKNOWN, nodes_of, returned
 
 if TYPE_CHECKING:
     import torch
@@ -55,43 +56,20 @@ def busy_share(kernel: Kernel, multiprocessors: int) -> float:
 
 
 def kernels_of(graph: torch.cuda.CUDAGraph) -> tuple[Kernel, ...]:
-    """The kernels of a graph that was captured with ``keep_graph=True``; none if the driver does not tell.
-
-    Uses public functions of the driver, and ``raw_cuda_graph``, which PyTorch has since 2.9.
-    """
+    """The kernels of a graph that was captured with ``keep_graph=True``; none if the driver does not tell."""
     try:
-        from cuda.bindings import driver  # type: ignore[import-not-found, unused-ignore]
-
-        raw = driver.CUgraph(graph.raw_cuda_graph())
-        _, count = _returned(driver.cuGraphGetNodes(raw))
-        nodes, _ = _returned(driver.cuGraphGetNodes(raw, count))
-        kernel = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
-        return tuple(_kernel(driver, node) for node in nodes if _returned(driver.cuGraphNodeGetType(node)) == [kernel])
-    except (ImportError, AttributeError, RuntimeError):
-        # No bindings, or another version of them, of the driver or of PyTorch: the caller estimates the share from the
-        # op's size.
-        return ()
+        return tuple(map(_kernel, nodes_of(graph, "KERNEL")))
+    except (RuntimeError, *UNKNOWN):
+        return ()  # the caller estimates the share from the op's size
 
 
-def _kernel(driver: Any, node: Any) -> Kernel:
-    (launch,) = _returned(driver.cuGraphKernelNodeGetParams(node))
+def _kernel(node: Any) -> Kernel:
+    from cuda.bindings import driver  # type: ignore[import-not-found, unused-ignore]
+
+    (launch,) = returned(driver.cuGraphKernelNodeGetParams(node))
     function = launch.func
     if not int(function):
-        (function,) = _returned(driver.cuKernelGetFunction(launch.kern))
+        (function,) = returned(driver.cuKernelGetFunction(launch.kern))
     threads = launch.blockDimX * launch.blockDimY * launch.blockDimZ
-    (resident,) = _returned(
-        driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, launch.sharedMemBytes)
-    )
+    (resident,) = returned(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, launch.sharedMemBytes))
     return Kernel(launch.gridDimX * launch.gridDimY * launch.gridDimZ, resident)
-
-
-def _returned(answer: tuple[Any, ...]) -> list[Any]:
-    """What a function of the driver returns beside its status.
-
-    Raises:
-        RuntimeError: the status is an error.
-    """
-    status, *values = answer
-    if int(status):
-        raise RuntimeError(f"the CUDA driver returned {status!r}")
-    return values

@@ -26,6 +26,7 @@ from autostream.errors import CaptureError, first_line
 from autostream.runtime.capture import capture, own_cublas_workspaces, run_first
 from autostream.runtime.failing_node import where
 from autostream.runtime.layouts import SameLayout
+from autostream.runtime.small_fills import fill_by_kernels
 from autostream.runtime.static_inputs import Output, copier, copier_out, output_makers, shareable
 from autostream.runtime.streams import capture_stream, current_device, raw_stream
 from autostream.utils.storages import storage_of
@@ -87,7 +88,10 @@ class GraphPool:
     ) -> tuple[torch.cuda.CUDAGraph, Sequence[Output]]:
         """Capture a run into this pool; see :func:`~autostream.runtime.capture.capture`."""
         try:
-            return capture(run, stream, self.handle)
+            graph, outputs = capture(run, stream, self.handle, keep_nodes=True)
+            fill_by_kernels(graph, stream)
+            graph.instantiate()
+            return graph, outputs
         except BaseException:
             self.failed = True
             raise
