@@ -1,10 +1,15 @@
-"""Collectives and their stream, which no other op is on.
+"""Collectives and their stream, which no other op is on; and the ops that follow them.
 
-    stream 0   ─ backward ─ backward ─ backward ─ wait ─ update ─
-    stream 1        └─ all-reduce ─ all-reduce ─────┘
+    stream 0   ─ backward ─ backward ─ backward ─ update ─
+    stream 1        │   wait ─ update ──┼───────────┘
+    stream 2        └─ all-reduce ─ all-reduce
 
 A collective begins as soon as its inputs are there and those before it are over, and delays nothing but those who need
 its result. (NCCL runs its kernels on a stream of its own anyway; the stream that issues one is joined to that.)
+
+When a collective ends depends on other processes, and on what runs beside it, so it may be late. What follows it waits,
+and so does all that comes later on the same stream. Therefore no op that follows a collective comes before one that
+does not: on two H200s, a backward of ResNet-50 waited 120 µs for updates that were launched before it.
 """
 
 from __future__ import annotations
@@ -16,9 +21,56 @@ from itertools import zip_longest
 from autostream.ir import Costs, OpGraph, Timeline
 
 
-def collectives(graph: OpGraph, streams: int, pinned: Set[str]) -> frozenset[str]:
-    """The ops that get a stream of their own: collectives, if there is more than one stream."""
-    return graph.collectives - pinned if streams > 1 else frozenset()
+def placed_apart(graph: OpGraph, streams: int, pinned: Set[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Collectives, and the ops that follow them; none if there is one stream, on which all run in order."""
+    if streams == 1:
+        return frozenset(), frozenset()
+    return graph.collectives - pinned, followers(graph)
+
+
+def computing_streams(streams: int, communicating: Set[str], following: Set[str]) -> int:
+    """How many of some streams are left beside those of collectives, and of ops that follow them; at least one.
+
+    Example:
+        >>> computing_streams(4, {"sum"}, {"update"}), computing_streams(2, {"sum"}, {"update"})
+        (2, 1)
+    """
+    return max(1, streams - bool(communicating) - bool(following))
+
+
+def followers(graph: OpGraph) -> frozenset[str]:
+    """The ops that need a collective and that no collective needs: updates of parameters, as a rule.
+
+    Example:
+        The reduction of a product's result is used by an update; another product is not:
+
+        >>> from autostream.ir import Dependency, Hazard, Op
+        >>> none = frozenset()
+        >>> ops = {name: Op(name, "f", (name,), none, none, group="0" * (name == "sum")) for name in
+        ...        ("mm", "sum", "update", "other")}
+        >>> needed = [Dependency(*pair, Hazard.RAW, "x") for pair in (("mm", "sum"), ("sum", "update"))]
+        >>> sorted(followers(OpGraph(ops, tuple(needed), {}, (), "cuda:0")))
+        ['update']
+    """
+    names, needing, needed = list(graph.ops), set[int](), set[int]()
+    communicating = {at for at, name in enumerate(names) if name in graph.collectives}
+    for at in range(len(names)):
+        if any(before in needing or before in communicating for before in graph.predecessors[at]):
+            needing.add(at)
+    for at in reversed(range(len(names))):
+        if any(after in needed or after in communicating for after in graph.successors[at]):
+            needed.add(at)
+    return frozenset(names[at] for at in needing - needed - communicating)
+
+
+def followers_last(order: Sequence[str], following: Set[str]) -> list[str]:
+    """A launch order in which ops that follow collectives come after all others.
+
+    Example:
+        >>> followers_last(["sum", "update", "mm"], {"update"})
+        ['sum', 'mm', 'update']
+    """
+    return sorted(order, key=following.__contains__)
 
 
 def set_apart(stream: Mapping[str, int], communicating: Set[str]) -> dict[str, int]:

@@ -11,7 +11,8 @@
    2002). It leaves its home stream only if it starts earlier by more than the edge back costs, and to use one more
    stream, by more than that and the join.
 
-Collectives have the last stream (:mod:`~autostream.scheduling.communication`), and no other op is on it.
+Collectives have the last stream (:mod:`~autostream.scheduling.communication`), and no other op is on it. Ops that
+follow them are placed when all others are, behind these or on one more stream.
 
 Launches are issued in the order of their starts. O(E + V·(log V + K)) for V ops, E dependencies and K streams.
 
@@ -22,13 +23,13 @@ does not keep them apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
 from autostream.ir import Assignment, Costs, Decision, DeviceProfile, OpGraph
-from autostream.scheduling.communication import collectives, set_apart
+from autostream.scheduling.communication import computing_streams, placed_apart, set_apart
 from autostream.scheduling.structure import bottom_levels
 
 
@@ -48,11 +49,14 @@ def critical_path(
         >>> print(assignment.decisions[1].reason)
         starts 9.0 µs earlier than on stream 0
     """
-    profile = profile.over(streams)
-    apart = collectives(graph, streams, pinned)
-    partial = _PartialSchedule(profile, [0.0] + [profile.fork_us] * (streams - 1), streams - bool(apart), apart)
-    _fill(partial, graph, costs, pinned)
-    names = list(graph.ops)
+    profile, names = profile.over(streams), list(graph.ops)
+    apart, following = placed_apart(graph, streams, pinned)
+    free = [0.0] + [profile.fork_us] * (streams - 1)
+    partial = _PartialSchedule(profile, free, computing_streams(streams, apart, following), apart)
+    level = bottom_levels(graph, costs)
+    _fill(partial, graph, costs, level, pinned, [at for at, name in enumerate(names) if name not in following])
+    partial.computing = computing_streams(streams, apart, frozenset())
+    _fill(partial, graph, costs, level, pinned, [at for at, name in enumerate(names) if name in following])
     return Assignment(
         policy="critical_path",
         streams=partial.used + bool(apart),
@@ -62,21 +66,31 @@ def critical_path(
     )
 
 
-def _fill(partial: _PartialSchedule, graph: OpGraph, costs: Costs, pinned: frozenset[str]) -> None:
-    """Place every op in the order of the queues; ops are represented by their positions in program order."""
-    names, level = list(graph.ops), list(bottom_levels(graph, costs).values())
-    by_rank = sorted(range(len(names)), key=[-us for us in level].__getitem__)
+def _fill(
+    partial: _PartialSchedule,
+    graph: OpGraph,
+    costs: Costs,
+    level: Mapping[str, float],
+    pinned: frozenset[str],
+    ops: Sequence[int],
+) -> None:
+    """Place ops in the order of the queues; they are represented by their positions in program order.
+
+    All that they depend on is among them or has been placed.
+    """
+    names = list(graph.ops)
+    by_rank = sorted(ops, key=lambda at: -level[names[at]])
     rank = {at: rank for rank, at in enumerate(by_rank)}
-    missing = list(map(len, graph.predecessors))
-    inputs = {at: _Inputs() for at, count in enumerate(missing) if not count}
+    missing = {at: sum(before in rank for before in graph.predecessors[at]) for at in ops}
+    inputs = {at: partial.inputs(graph.predecessors[at]) for at in ops if not missing[at]}
     queues = _Queues()
-    for at in inputs:
-        queues.push(rank[at], 0.0, names[at] in pinned)
+    for at, given in inputs.items():
+        queues.push(rank[at], given.near, names[at] in pinned)
     while (next_rank := queues.pop(partial.free[: partial.computing])) is not None:
         at = by_rank[next_rank]
         name = names[at]
         partial.place(at, name, costs[name].duration_us, inputs[at], name in pinned)
-        for after in graph.successors[at]:
+        for after in filter(rank.__contains__, graph.successors[at]):
             missing[after] -= 1
             if not missing[after]:
                 inputs[after] = partial.inputs(graph.predecessors[after])
@@ -99,7 +113,7 @@ class _Inputs:
 class _PartialSchedule:
     """The stream, start and end of each op placed so far, and when each stream is free, µs after the fork.
 
-    If some ops are set apart, the last stream is theirs; the first ``computing`` ones are for the others.
+    If some ops are set apart, the last stream is theirs; the first ``computing`` ones are for the others now.
     """
 
     profile: DeviceProfile
@@ -114,6 +128,8 @@ class _PartialSchedule:
 
     def inputs(self, predecessors: Sequence[int]) -> _Inputs:
         """When and where an op's inputs are available; all its predecessors are placed."""
+        if not predecessors:
+            return _Inputs()
         last = max(predecessors, key=self.finish.__getitem__)
         home, end = self.stream[last], self.finish[last]
         foreign = max([self.finish[at] for at in predecessors if self.stream[at] != home], default=-inf)
@@ -139,7 +155,7 @@ class _PartialSchedule:
     def place(self, at: int, name: str, duration_us: float, inputs: _Inputs, pinned: bool) -> None:
         """Append an op to stream 0, to that of collectives, or to its best one."""
         apart = name in self.apart
-        stream = 0 if pinned else self.computing if apart else self.best_stream(inputs)
+        stream = 0 if pinned else len(self.free) - 1 if apart else self.best_stream(inputs)
         start = self.start_on(stream, inputs)
         if stream != inputs.home and not apart and inputs.home < self.computing:
             gain = None if pinned else self.start_on(inputs.home, inputs) - start
@@ -192,7 +208,8 @@ def _summary(partial: _PartialSchedule, streams: int) -> Decision:
     if streams == 1:
         return Decision("", "1 stream", "no more are allowed")
     if partial.apart:
-        return Decision("", f"{partial.used + 1} streams", "the last is that of collectives, which run beside all else")
+        beside = "the last is that of collectives, which run beside all else; what follows them delays nothing else"
+        return Decision("", f"{partial.used + 1} streams", beside)
     if partial.used == 1:
         return Decision("", "1 stream", "no op would start earlier on another by more than the edges cost")
     return Decision("", f"{partial.used} streams", "some ops start earlier on another by more than the edges cost")

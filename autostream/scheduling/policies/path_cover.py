@@ -8,9 +8,11 @@
 3. Assign the paths to streams: a path goes to a stream whose last path ends before it can begin (interval
    partitioning: Kleinberg & Tardos 2005, section 4.1), else to an unused stream, else to the one that is free first.
 
-Collectives are on a stream of their own, whatever their path (:mod:`~autostream.scheduling.communication`).
+Collectives are on a stream of their own, whatever their path (:mod:`~autostream.scheduling.communication`), and so are
+ops that follow them, if there are three streams.
 
-Launches are issued in the order of their earliest possible starts. Costs matter only for step 3 and this order.
+Launches are issued in the order of their earliest possible starts, those that follow collectives last. Costs matter
+only for step 3 and this order.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Mapping, Set
 
 from autostream.ir import Assignment, Costs, Decision, DeviceProfile, OpGraph
 from autostream.scheduling.bitsets import reduction
-from autostream.scheduling.communication import collectives, set_apart
+from autostream.scheduling.communication import computing_streams, followers_last, placed_apart, set_apart
 from autostream.scheduling.matching import maximum_matching
 from autostream.scheduling.structure import top_levels
 
@@ -40,18 +42,20 @@ def path_cover(
         {'a': 0, 'b': 1}
     """
     earliest = top_levels(graph, costs)
-    paths, apart = minimum_path_cover(graph), collectives(graph, streams, pinned)
-    stream_of_path = _assign_streams(paths, earliest, costs, streams - bool(apart))
+    paths, (apart, following) = minimum_path_cover(graph), placed_apart(graph, streams, pinned)
+    stream_of_path = _assign_streams(paths, earliest, costs, computing_streams(streams, apart, following))
     stream = {name: at for path, at in zip(paths, stream_of_path, strict=True) for name in path}
     stream.update(dict.fromkeys(pinned & graph.ops.keys(), 0))
+    if following and streams > 2:
+        stream = set_apart(stream, following - pinned)
     stream = set_apart(stream, apart) if apart else stream
     used = max(stream.values(), default=0) + 1
     return Assignment(
         policy="path_cover",
         streams=used,
-        order=tuple(sorted(graph.ops, key=earliest.__getitem__)),
+        order=tuple(followers_last(sorted(graph.ops, key=earliest.__getitem__), following)),
         stream={name: stream[name] for name in graph.ops},
-        decisions=_decisions(paths, stream_of_path, stream, used, apart),
+        decisions=_decisions(paths, stream_of_path, stream, used, apart | following),
     )
 
 

@@ -38,7 +38,7 @@ from random import Random
 
 from autostream.ir import FORK, Assignment, Costs, Decision, DeviceProfile, OpGraph, Schedule, Timeline
 from autostream.scheduling.coarsen import Coarse, coarsen, expand
-from autostream.scheduling.communication import collectives, set_apart
+from autostream.scheduling.communication import followers_last, placed_apart, set_apart
 from autostream.scheduling.peak import Footprint
 from autostream.scheduling.policies.critical_path import critical_path
 from autostream.scheduling.policies.path_cover import path_cover
@@ -253,6 +253,11 @@ class _Space:
         """The memory of the ops."""
         return Footprint(self.graph)
 
+    @cached_property
+    def apart(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Chains of collectives, and those that follow them."""
+        return placed_apart(self.coarse.graph, 2, self.coarse.pinned)
+
     def steps(self) -> Sequence[int]:
         """The numbers of streams up to the most that a policy would use, whatever is allowed."""
         used = max(self._assigned(policy, STEPS[-1]).streams for policy in _POLICIES)
@@ -331,7 +336,7 @@ class _Space:
 
     def changed(self, plan: _Plan, streams: int, random: Random) -> Placement:
         """The launch order and streams of a plan after one random change."""
-        apart = collectives(self.coarse.graph, streams, self.coarse.pinned)
+        apart, following = self.apart
         guided = plan.critical and random.random() < 0.5
         one, other = random.choice(plan.critical) if guided else random.choices(plan.order, k=2)
         change = random.choice((_follow, _lead, _swap, _swap_streams, _shift))
@@ -339,7 +344,7 @@ class _Space:
         stream = {**stream, **dict.fromkeys(self.coarse.pinned, 0)}
         if apart:  # a change may have taken an op to their stream, or brought back one more
             stream = {name: min(at, streams - 2) for name, at in stream.items()}
-            return order, set_apart(stream, apart)
+            return followers_last(order, following), set_apart(stream, apart)
         return order, _without_gaps(stream)
 
     def assignment(self, plan: _Plan, reason: str) -> Assignment:
