@@ -5,10 +5,9 @@
 
 `alone` is the step without collectives on one GPU, `any_memory` the step without a memory budget, and `all_reduce` are
 its sums by NCCL, 25 MiB at a time, with nothing beside them. Sums are `exposed` while no other kernel runs: the share
-of the time in which NCCL's kernels or copies between GPUs run, the median of profiled replays, of the process where it
-is largest. That includes waiting for the other processes: the share is lowest on the one that the others wait for.
-What a step takes more than alone, (autostream - alone) / all_reduce, is `added`: sums that are hidden slow down what
-runs beside them.
+of the time of NCCL's kernels, the median of profiled replays, of the process where it is largest. That includes waiting
+for the other processes: the share is lowest on the one that the others wait for. What a step takes more than alone,
+(autostream - alone) / all_reduce, is `added`: sums that are hidden slow down what runs beside them.
 In a group of one, autostream / alone says what NCCL costs. All processes run each mode equally often, in interleaved
 rounds; a round takes as long as on the slowest of them.
 """
@@ -32,7 +31,6 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch.nn.parallel import DistributedDataParallel
 
-from autostream.costs.collectives import copies_by_engine
 from autostream.errors import first_line
 from autostream.explaining import reports_of
 from autostream.ir import OpGraph
@@ -53,7 +51,7 @@ WARM_UP = 3
 RUNS = {"cuda": 20, "cpu": 2}
 """Steps in a round."""
 
-_VARIABLES = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_MEM_")
+_VARIABLES = ("NCCL_", "TORCH_NCCL_")
 """Environment variables on which results depend begin so."""
 
 MINUTES = 4
@@ -94,8 +92,7 @@ def all_reduce(graph: OpGraph, group: dist.ProcessGroup) -> Callable[..., object
     sums = [graph.ops[name] for name in graph.ops if name in graph.collectives]
     for name in sorted({each.dtype for each in sums}):
         dtype = getattr(torch, name)
-        counts = [each.elements // (each.processes if copies_by_engine(each) else 1) for each in sums]
-        total = sum(count for count, each in zip(counts, sums, strict=True) if each.dtype == name)
+        total = sum(each.elements for each in sums if each.dtype == name)
         whole = torch.zeros(total, dtype=dtype, device=graph.device)
         flat += whole.split((25 << 20) // dtype.itemsize)  # type: ignore[no-untyped-call]
 
@@ -195,7 +192,7 @@ class Sums(NamedTuple):
     Attributes:
         share: of their time in which no other kernel runs.
         exposed_us: that time, µs.
-        us: in which kernels communicate, µs; 0 without such kernels.
+        us: in which NCCL's kernels run, µs; 0 without such kernels.
     """
 
     share: float
@@ -204,7 +201,7 @@ class Sums(NamedTuple):
 
 
 def sums_of(runs: Sequence[Sequence[Kernel]]) -> Sums:
-    """The time of communication in the replays of a step.
+    """The time of NCCL's kernels in the replays of a step.
 
     Example:
         >>> product, updates = Kernel(("gemm",), 1, 0.0, 6.0), Kernel(("adamw",), 1, 9.0, 12.0)
@@ -214,18 +211,13 @@ def sums_of(runs: Sequence[Sequence[Kernel]]) -> Sums:
     found = []
     for run in runs:
         sums, others = (
-            [(each.start_us, each.end_us) for each in run if _communicates(each) == kind] for kind in (True, False)
+            [(each.start_us, each.end_us) for each in run if str(each.key[0]).startswith("nccl") == kind]
+            for kind in (True, False)
         )
         us, exposed_us = uncovered_us(sums, []), uncovered_us(sums, others)
         if us:
             found.append((exposed_us / us, exposed_us, us))
     return Sums(*map(median, zip(*found, strict=True))) if found else Sums(0.0, 0.0, 0.0)
-
-
-def _communicates(kernel: Kernel) -> bool:
-    """Whether it is one of NCCL's, a copy from another device, or waits for other processes before and after one."""
-    name = str(kernel.key[0])
-    return name.startswith(("nccl", "Memcpy PtoP")) or "barrier_kernel" in name
 
 
 def added_share(us: Mapping[str, float]) -> float | None:

@@ -270,13 +270,11 @@ def _unannotated_writes(target: OpOverload, arguments: dict[str, Any]) -> tuple[
 
 
 def _taken_by_collective(wait: fx.Node) -> tuple[fx.Node, ...]:
-    """What the collective of PyTorch's that a node waits for reads: until then it may still do so."""
+    """What the collective that a node waits for reads: until then it may still do so."""
     source = wait.args[0]
     while isinstance(source, fx.Node) and source.target is operator.getitem:
         source = source.args[0]
-    if not isinstance(source, fx.Node) or not isinstance(source.target, OpOverload):
-        return ()
-    return _inputs(source) if source.target.namespace in _COLLECTIVES else ()
+    return _inputs(source) if isinstance(source, fx.Node) and group_of(source) else ()
 
 
 def _orders(node: fx.Node, target: OpOverload, arguments: dict[str, Any], writes: bool) -> frozenset[str]:

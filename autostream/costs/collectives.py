@@ -8,15 +8,13 @@
     all-to-all                 n - 1      (n - 1)/n
     broadcast, other           n - 1      1
 
-Copy engines start later; a barrier before and after them keeps one multiprocessor busy (``peer_memory.py``).
-
 The message is the larger of what a process gives and gets. The shares are those of the ring algorithms (Patarasuk &
 Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"; the "bus bandwidth" of nccl-tests).
 """
 
 from __future__ import annotations
 
-from autostream.costs.interconnects import Interconnect, Protocol
+from autostream.costs.interconnects import Interconnect
 from autostream.costs.occupancy import Kernel, busy_share
 from autostream.ir import DeviceProfile, Op
 
@@ -37,8 +35,6 @@ def collective_us(op: Op, interconnect: Interconnect) -> float:
         >>> collective_us(op, Interconnect("mine", hop_us=0.5, protocols=(Protocol(start_us=5.0, bandwidth=1024.0),)))
         1544.0
     """
-    if interconnect.copying and copies_by_engine(op):
-        return gather_us(op.bytes_written // op.processes, op.processes, interconnect.copying)
     message = max(op.bytes_read, op.bytes_written)
     if "all_reduce" in op.target:
         return all_reduce_us(message, op.processes, interconnect)
@@ -54,19 +50,9 @@ def all_reduce_us(size: int, processes: int, interconnect: Interconnect) -> floa
     return interconnect.message_us(2 * others, 2 * others / processes * size)
 
 
-def gather_us(size: int, processes: int, copying: Protocol) -> float:
-    """How long copy engines take to gather so many bytes of each process, all but its own, µs."""
-    return copying.start_us + size * (processes - 1) / copying.bandwidth
-
-
-def copies_by_engine(op: Op) -> bool:
-    """Whether copy engines send its messages."""
-    return "gather_by_copies" in op.target
-
-
 _DIVIDED = ("all_gather", "reduce_scatter", "all_to_all")
 
 
-def share_of_collective(op: Op, profile: DeviceProfile) -> float:
+def share_of_collective(profile: DeviceProfile) -> float:
     """The share of the device that a collective keeps busy, as other kernels do: one block fills a multiprocessor."""
-    return busy_share(Kernel(1 if copies_by_engine(op) else _CHANNELS, resident=1), profile.multiprocessors)
+    return busy_share(Kernel(_CHANNELS, resident=1), profile.multiprocessors)

@@ -32,13 +32,11 @@ class Interconnect:
         name: for reports.
         hop_us: time that a message takes from one device to the next besides the transfer, µs.
         protocols: of which the fastest for its size sends a message.
-        copying: how copy engines send one, if they can.
     """
 
     name: str
     hop_us: float
     protocols: tuple[Protocol, ...]
-    copying: Protocol | None = None
 
     def message_us(self, hops: int, sent_bytes: float) -> float:
         """The time of a message over so many hops, of which each device sends so many bytes, µs.
@@ -64,10 +62,6 @@ _SMALL_BANDWIDTH = 87_700.0
 _LARGE_START_US, _LARGE_SHARE = 24.0, 0.75
 """Large messages over NVLink, fitted to the kernels of all-reduces in the CUDA graph of a training step: 32.5, 52.5 and
 119.5 µs for 2.1, 8.4 and 27.3 MB, on two H100s by the NCCL of torch 2.11. The share is that of the peer bandwidth."""
-
-_COPYING_START_US, _COPYING_SHARE = 22.0, 0.81
-"""Copies between two processes, fitted to gathers in a CUDA graph on two H200s: 22.7, 22.8, 25.8, 35.3, 61.1, 113.0 and
-203.1 µs for 0.07, 0.26, 1.05, 4.2, 12.6, 28.3 and 56.6 MB."""
 
 _HOP_US = {"nvlink": 0.6, "infiniband": 2.7}
 """NCCL's own latencies of a hop in a ring (``hwLatencies``)."""
@@ -108,5 +102,4 @@ def interconnect_of(profile: DeviceProfile, name: str = NAMES[0]) -> Interconnec
         ),
         "infiniband": (Protocol(_START_US, _INFINIBAND),),
     }
-    copying = Protocol(_COPYING_START_US, _COPYING_SHARE * peer) if name == "nvlink" else None
-    return Interconnect(name, _HOP_US[name], protocols[name], copying)
+    return Interconnect(name, _HOP_US[name], protocols[name])

@@ -151,7 +151,7 @@ def _estimate(
     op: Op, profile: DeviceProfile, device: str, bandwidth: float, dense_start_us: float, link: Interconnect
 ) -> OpCost:
     if op.group:
-        return cost_of(op, profile, collective_us(op, link), "roofline", share_of_collective(op, profile))
+        return cost_of(op, profile, collective_us(op, link), "roofline", share_of_collective(profile))
     if (op.device == "cpu" and device != "cpu") or op.target == WAIT:
         return OpCost(0.0, 1 / profile.multiprocessors, 0.0, "roofline")
     if op.crosses:  # a copy engine does it, and the multiprocessors stay free

@@ -24,7 +24,7 @@ from autostream.frontend.data_parallel import replicas
 from autostream.frontend.eager_only import unusual_model
 from autostream.frontend.guards import FailedGuard
 from autostream.frontend.inputs import aliases_of, described
-from autostream.frontend.reduction_buckets import gathered, in_buckets, memory_for
+from autostream.frontend.reduction_buckets import gathered, in_buckets
 from autostream.frontend.step_capture import capture_step
 from autostream.frontend.steps import Traced, trace_step
 from autostream.ir import DeviceProfile, Program, Role
@@ -57,8 +57,7 @@ class CapturedStep:
         with stopwatch("trace"):
             captured, self.traced = trace(step, call)
         inputs, self._body = captured.tensors, step.body
-        program, shared, notes = in_best_buckets(self.traced.program, context.options, stopwatch)
-        self.traced = Traced(program, [*shared, *self.traced.sources])
+        program, notes = in_best_buckets(self.traced.program, context.options, stopwatch)
         stays = [placeholder.role is not Role.INPUT for placeholder in program.placeholders]
         arguments, label = self.traced.arguments(inputs, call.updates), Label(step.name, described(call.tensors))
         self.scheduled = ScheduledProgram(program, arguments, stays, label, context, stopwatch, notes)
@@ -167,9 +166,7 @@ class TracedStep:
         usual = in_buckets(self.program)
         filled, notes = best_buckets(self.program, usual, options, profile, link)
         program = in_buckets(self.program, filled) if filled else usual
-        memory = [torch.empty((), dtype=like.dtype).expand(like.shape) for like, _ in memory_for(program)]
-        known = [*memory, *self.arguments], self.name, self.label, options, profile, self.stopwatch, link
-        report = plan_program(program, *known)
+        report = plan_program(program, self.arguments, self.name, self.label, options, profile, self.stopwatch, link)
         return program, replace(report, refusals=(*notes, *report.refusals))
 
 

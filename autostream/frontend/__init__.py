@@ -80,7 +80,6 @@ File                   Interface                                          Where 
 ``pipelining.py``      ``_schedule_visualizer.get_schedule_ops``          GPipe and 1F1B only, whose order is known
 ``fake_processes.py``  ``torch.testing._internal.distributed.fake_pg``    ``--world`` is refused
 ..                     ``torch.ops._c10d_functional``                     no fallback
-``peer_memory.py``     ``torch.distributed._symmetric_memory``            NCCL reduces
 ``parameters.py``      ``Tensor._backward_hooks`` and its like            no fallback
 ``averages.py``        ``Module._non_persistent_buffers_set``             no fallback
 =====================  =================================================  ==============================================

@@ -1,37 +1,23 @@
 """All-reduces of several tensors, in buckets.
 
     tensors ──▶ buckets ──▶ one tensor each ──▶ all_reduce_ ──▶ wait_tensor ──▶ views: the results
-                                           └──▶ copies of those of other processes (peer_memory.py), and the sum
 
 The last tensors come first, as gradients do. Buckets of an eager step are those of ``DistributedDataParallel``, but the
 last one is small, as nothing is left to hide it. A traced graph has one op for all tensors, until
-``tuning/best_buckets.py`` knows which are ready together, and which buckets are copied. No tensor is split.
+``tuning/best_buckets.py`` knows which are ready together. No tensor is split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autostream.frontend.peer_memory import GATHER_BY_COPIES, reduced
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Tensors of one dtype and device that are reduced together.
-
-    Attributes:
-        tensors: their positions.
-        copied: whether devices copy them from each other, instead of an all-reduce.
-    """
-
-    tensors: tuple[int, ...]
-    copied: bool = False
+Bucket = tuple[int, ...]
+"""The positions of tensors of one dtype and device that are reduced together."""
 
 
 class Sizes(NamedTuple):
@@ -78,7 +64,6 @@ def all_reduced(
     scale: float,
     group: str,
     filled: Sequence[Bucket] = (),
-    memory: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """The reductions of tensors over a process group, in new memory.
 
@@ -89,28 +74,17 @@ def all_reduced(
         scale: what a term is multiplied by before.
         group: its name.
         filled: the buckets; by default, those of the usual sizes.
-        memory: for each bucket that is copied, what it is gathered in.
     """
-    started, rows = [], iter(memory)
+    started = []
     for bucket in filled or buckets(like):
-        flat = [_flat(tensors[at], like[at]) for at in bucket.tensors]
-        if bucket.copied:
-            whole = GATHER_BY_COPIES(flat, next(rows), group)
-        else:
-            whole = torch.cat(flat)
-            if scale != 1.0:
-                whole.mul_(scale)
-            whole = torch.ops._c10d_functional.all_reduce_(whole, reduction, group)
-        started.append((bucket, whole))
+        whole = torch.cat([_flat(tensors[at], like[at]) for at in bucket])
+        if scale != 1.0:
+            whole.mul_(scale)
+        started.append((bucket, torch.ops._c10d_functional.all_reduce_(whole, reduction, group)))
     found: dict[int, Tensor] = {}
     for bucket, whole in started:
-        lengths = [like[at].numel() for at in bucket.tensors]
-        # A gather is over already, but without a wait TorchInductor would move it down to its first reader.
-        whole = torch.ops._c10d_functional.wait_tensor(whole)
-        if bucket.copied:
-            whole = reduced(whole if scale == 1.0 else whole * scale, sum(lengths), reduction)
-        parts = whole.split(lengths)
-        found |= {at: _like(part, like[at]) for at, part in zip(bucket.tensors, parts, strict=True)}
+        parts = torch.ops._c10d_functional.wait_tensor(whole).split([like[at].numel() for at in bucket])
+        found |= {at: _like(part, like[at]) for at, part in zip(bucket, parts, strict=True)}
     return [found[at] for at in range(len(tensors))]
 
 
@@ -123,11 +97,11 @@ def buckets(tensors: Sequence[Tensor], sizes: Sizes = USUAL) -> list[Bucket]:
 
     Example:
         >>> small, large = torch.empty(8), torch.empty(1 << 20)
-        >>> [each.tensors for each in buckets([small, large, small, small.double(), small])]
+        >>> buckets([small, large, small, small.double(), small])
         [(3,), (4, 2, 1), (0,)]
-        >>> [each.tensors for each in buckets([small, large, large, large, large, small])]
+        >>> buckets([small, large, large, large, large, small])
         [(5, 4), (3, 2), (1, 0)]
-        >>> [each.tensors for each in buckets([small, large, large, large, large, small], Sizes(1, 4 << 20, 1))]
+        >>> buckets([small, large, large, large, large, small], Sizes(1, 4 << 20, 1))
         [(5,), (4,), (3,), (2,), (1,), (0,)]
     """
     kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
@@ -151,7 +125,7 @@ def buckets(tensors: Sequence[Tensor], sizes: Sizes = USUAL) -> list[Bucket]:
         filling[kind].append(at)
         filled[kind] += counts[at]
     done += [bucket for bucket in filling.values() if bucket]
-    return [Bucket(tuple(each)) for each in sorted(done, key=lambda each: -each[-1])]  # as they fill
+    return [tuple(each) for each in sorted(done, key=lambda each: -each[-1])]  # as they fill
 
 
 def _dimensions(tensor: Tensor) -> list[int]:

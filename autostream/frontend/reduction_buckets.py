@@ -22,10 +22,9 @@ from torch.utils._pytree import tree_map_only
 
 from autostream.analysis.effects import effects_of
 from autostream.analysis.values import nodes_in, storages_in, value_of
-from autostream.frontend.all_reduces import ALL_REDUCES, Bucket, all_reduced, buckets
+from autostream.frontend.all_reduces import ALL_REDUCES, Bucket, all_reduced
 from autostream.frontend.dynamo import compile_lock
-from autostream.frontend.peer_memory import GATHER_BY_COPIES, rows_like
-from autostream.ir import Placeholder, Program, Role
+from autostream.ir import Program
 from autostream.utils.operators import is_unknown
 from autostream.utils.storages import byte_offset, layout_of, storage_of
 
@@ -164,59 +163,36 @@ def summands(program: Program) -> list[str]:
     return said
 
 
-def memory_for(program: Program) -> list[tuple[Tensor, str]]:
-    """What the first arguments of a program with copied buckets are like, and the process group of each.
-
-    Args:
-        program: by :func:`in_buckets`.
-    """
-    nodes = program.module.graph.find_nodes(op="call_function", target=GATHER_BY_COPIES)
-    groups = {node.args[1]: str(node.args[2]) for node in nodes}
-    places = program.module.graph.find_nodes(op="placeholder")
-    return [(value_of(node), groups[node]) for node in places if node in groups]
-
-
 def in_buckets(program: Program, filled: Sequence[Sequence[Bucket]] = ()) -> Program:
-    """The same program, with buckets in place of each op for all-reduces, and arguments in which some are gathered.
+    """The same program, with buckets in place of each op for all-reduces.
 
     Args:
         program: of ATen ops; it stays as it is, and is returned if it has none of them.
         filled: the buckets of each op; by default, those of the usual sizes.
     """
-    ops = sums_of(program)
-    if not ops:
+    if not program.module.graph.find_nodes(op="call_function", target=ALL_REDUCES):
         return program
     graph = copy.deepcopy(program.module.graph)
-    first, memory = next(iter(graph.nodes)), list[fx.Node]()
     nodes = graph.find_nodes(op="call_function", target=ALL_REDUCES)
-    for node, sums, own in zip(nodes, ops, filled or [buckets(sums.like) for sums in ops], strict=True):
-        copied = [[sums.like[at] for at in bucket.tensors] for bucket in own if bucket.copied]
-        with graph.inserting_before(first):
-            rows = [graph.placeholder(f"rows_{len(memory) + at}") for at in range(len(copied))]
-        for row, tensors in zip(rows, copied, strict=True):
-            row.meta["val"] = rows_like(tensors, sums.group)
-        memory += rows
-        _write(graph, node, own, rows)
-    places = [Placeholder(node.name, Role.CONSTANT, node.name, node.name) for node in memory]
-    return replace(_with_graph(program, graph), placeholders=(*places, *program.placeholders))
+    for node, own in zip(nodes, filled or [()] * len(nodes), strict=True):
+        _write(graph, node, own)
+    return _with_graph(program, graph)
 
 
-def _write(graph: fx.Graph, joined: fx.Node, filled: Sequence[Bucket], memory: Sequence[fx.Node]) -> None:
+def _write(graph: fx.Graph, joined: fx.Node, filled: Sequence[Bucket]) -> None:
     """Replace an op for all-reduces by the ops of its buckets.
 
     Args:
         graph: of the op.
         joined: the op.
-        filled: the buckets.
-        memory: placeholders for what is copied.
+        filled: the buckets; none for those of the usual sizes.
     """
     args: Any = joined.args
     tensors, like, reduction, scale, group = args
-    sources = [*tensors, *like, *memory]
+    sources = [*tensors, *like]
 
     def run(*given: Tensor) -> list[Tensor]:
-        own, others, rows = given[: len(tensors)], given[len(tensors) : 2 * len(like)], given[2 * len(like) :]
-        return all_reduced(own, others, reduction, scale, group, filled, rows)
+        return all_reduced(given[: len(tensors)], given[len(tensors) :], reduction, scale, group, filled)
 
     with compile_lock(), torch.no_grad():
         traced = make_fx(run)(*map(value_of, sources)).graph

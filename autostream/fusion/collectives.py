@@ -6,20 +6,15 @@
 AOTAutograd functionalizes no operator outside of ATen whose result aliases an argument. It removes the copy, and where
 nothing else needs ``x``, TorchInductor reduces in place again. What fills a bucket is fused with the ops before it,
 what reads it with those behind it, and collectives and waits are ops between these kernels, in the order given.
-So are gathers by copies: TorchInductor takes them for collectives here; other ops that allocate memory it puts late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
-
-from autostream.frontend.peer_memory import GATHER_BY_COPIES
 
 _FUNCTIONAL = {"_c10d_functional::all_reduce_": "all_reduce", "_c10d_functional::broadcast_": "broadcast"}
 
@@ -44,25 +39,6 @@ def functional_collectives(module: fx.GraphModule) -> fx.GraphModule:
             copied[node] = graph.call_function(torch.ops.aten.copy_.default, (taken[node.args[0]], made))
             copied[node].meta = dict(node.meta)
     return fx.GraphModule(module, graph)
-
-
-@contextmanager
-def gathers_in_order(graph: fx.Graph) -> Iterator[None]:
-    """Let TorchInductor keep the gathers by copies of a graph in order with other collectives while it compiles it."""
-    if not graph.find_nodes(op="call_function", target=GATHER_BY_COPIES):
-        yield
-        return
-    from torch._inductor import ir
-    from torch._inductor.lowering import lowerings
-
-    def lowered(*args: Any) -> Any:
-        return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(GATHER_BY_COPIES, *args))  # type: ignore[arg-type]
-
-    lowerings[GATHER_BY_COPIES] = lowered
-    try:
-        yield
-    finally:
-        del lowerings[GATHER_BY_COPIES]
 
 
 def _functional(node: fx.Node) -> str:

@@ -29,8 +29,8 @@ from autostream.utils.data import Json
 from autostream.utils.storages import storage_of
 from autostream.version import VERSION
 
-_NAMESPACES = {"aten", "prims", "_c10d_functional", "autostream"}
-"""Namespaces of operators that are the same in every process with these versions of PyTorch and autostream."""
+_NAMESPACES = {"aten", "prims", "_c10d_functional"}
+"""Namespaces of operators that are the same in every process with this version of PyTorch."""
 
 _KNOWN_META = {
     *("val", "tensor_meta", "stack_trace", "nn_module_stack", "source_fn_stack"),

@@ -40,7 +40,7 @@ from autostream.fusion.channels_last import (
     is_channels_last,
     trains_convolutions,
 )
-from autostream.fusion.collectives import functional_collectives, gathers_in_order
+from autostream.fusion.collectives import functional_collectives
 from autostream.fusion.in_place_products import keep_in_place, restore_in_place
 from autostream.fusion.kernel_values import (
     arguments_of,
@@ -412,7 +412,6 @@ def _compiled(module: fx.GraphModule, device: torch.device, constants: Mapping[i
             module = _frozen(module, constants)
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(mock.patch.object(mode, "allow_non_fake_inputs", True))  # for constants, like Inductor
-        stack.enter_context(gathers_in_order(module.graph))
         graphs = stack.enter_context(capture_kernel_graphs(device))
         module.graph.output_node().meta["user_visible_output_idxs"] = range(len(outputs_of(module)))
         compile_fx_inner(module, values, fx_wrapper=True, is_inference=True, layout_opt=_layout_opt(module))

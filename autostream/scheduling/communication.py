@@ -173,7 +173,7 @@ def sequence(graph: OpGraph, order: Iterable[str]) -> tuple[Collective, ...]:
     found = []
     for op in map(graph.ops.__getitem__, order):
         if op.group:
-            called = op.target.removeprefix("_c10d_functional.").removeprefix("autostream.").removesuffix(".default")
+            called = op.target.removeprefix("_c10d_functional.").removesuffix(".default")
             number = groups.setdefault(op.group, len(groups))
             found.append(Collective(called, op.dtype, max(op.bytes_read, op.bytes_written), number))
     return tuple(found)

@@ -5,9 +5,8 @@
 Small buckets are reduced earlier, beside more of the backward, but each collective takes a while to start. What is best
 depends on the program, its device and the interconnect (``scheduling/merging.py`` finds it). The usual buckets, filled
 by size, may hold back large gradients for a small one that is ready at the end: in an encoder, 10 MiB for the bias of
-its first projection. GPUs of one machine may copy large buckets from each other (``peer_memory.py``), which delays less
-of what runs beside them. All is estimated for ATen's ops, before these are fused. Fused updates take less time than
-theirs, so the time of the whole step says little of what ends it; the time from the last gradient on is compared.
+its first projection. All is estimated for ATen's ops, before these are fused. Fused updates take less time than theirs,
+so the time of the whole step says little of what ends it; the time from the last gradient on is compared.
 """
 
 from __future__ import annotations
@@ -15,19 +14,16 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from functools import partial
-from math import inf
-from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from autostream.analysis.process_groups import processes_in
-from autostream.costs.collectives import all_reduce_us, gather_us
+from autostream.costs.collectives import all_reduce_us
 from autostream.costs.interconnects import Interconnect, interconnect_of
 from autostream.costs.this_device import profile_here
-from autostream.errors import CaptureError, GroupError, first_line
+from autostream.errors import GroupError, first_line
 from autostream.frontend.all_reduces import Bucket, buckets
-from autostream.frontend.peer_memory import allocate, can_copy, can_reduce, rendezvous
-from autostream.frontend.reduction_buckets import Sums, gathered, in_buckets, joinable, memory_for, summands, sums_of
+from autostream.frontend.reduction_buckets import Sums, gathered, in_buckets, joinable, summands, sums_of
 from autostream.ir import Decision, DeviceProfile, Program
 from autostream.options import Options
 from autostream.scheduling.communication import with_collectives
@@ -36,26 +32,24 @@ from autostream.scheduling.policies.critical_path import critical_path
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
 from autostream.store import Notes
-from autostream.tuning.agreement import Peers, agree, peers_of
-from autostream.tuning.budget import COLLECTIVES_SHARE
+from autostream.tuning.agreement import agree, peers_of
 from autostream.tuning.pricing import Priced, link_between, price_program
 from autostream.utils.stopwatch import Stopwatch
 
 Filled = tuple[tuple[Bucket, ...], ...]
 """The buckets of each op for all-reduces of a program; none for those of the usual sizes."""
 
-_EACH_US, _EACH_COPIED_US = 10.0, 5.0
+_EACH_US = 10.0
 """What a bucket costs a step besides its collective, µs: copies into it, and waits. Steps of six encoder layers on two
-H200s took 99 µs longer with four buckets more than the usual ones, 58 of which are what NCCL's kernels slow down, and
-30 µs longer with six more that were copied."""
+H200s took 99 µs longer with four buckets more than the usual ones, 58 of which are what NCCL's kernels slow down."""
 
 _MOST = 25 << 20
 """Bytes of a bucket, as in ``DistributedDataParallel``: early gradients are in memory until it is reduced, and updates
 of them can run beside the backward."""
 
-_SLOWED, _SLOWED_BY_COPIES = 0.6, 0.2
+_SLOWED = 0.6
 """The share of a collective's time that it adds to a step by slowing down what runs beside it. Products of 462 µs on
-two H200s took 125 µs more beside 200 µs of NCCL's kernels, and 34 more beside copies of 150."""
+two H200s took 125 µs more beside 200 µs of NCCL's kernels."""
 
 _MARGIN = 0.01
 """Other buckets are used if they cost less by this share of a step: the estimates are not exact."""
@@ -69,7 +63,7 @@ _STREAMS = 4
 _WHAT = "the all-reduces of a step"
 
 
-def in_best_buckets(program: Program, options: Options, stopwatch: Stopwatch) -> tuple[Program, list[Tensor], Notes]:
+def in_best_buckets(program: Program, options: Options, stopwatch: Stopwatch) -> tuple[Program, Notes]:
     """The program with all-reduces in buckets, which the first of its processes chooses for all.
 
     Args:
@@ -78,7 +72,7 @@ def in_best_buckets(program: Program, options: Options, stopwatch: Stopwatch) ->
         stopwatch: records the seconds of each stage.
 
     Returns:
-        The program; its first arguments, which the given program does not take; and why these buckets.
+        The program, and why these buckets.
 
     Raises:
         GroupError: another process averages other gradients, is somewhere else, or is gone.
@@ -87,59 +81,28 @@ def in_best_buckets(program: Program, options: Options, stopwatch: Stopwatch) ->
     usual = in_buckets(joined)
     peers = peers_of(usual)
     if peers is None or usual.peers:
-        return in_buckets(program), [], ()
+        return in_buckets(program), ()
     if usual is program and not peers.group:
-        return program, [], ()
+        return program, ()
     with stopwatch("search"):
         agree(peers.group, summands(program) or [_WHAT])
-        known: list[Any] = [platform.node(), can_copy(program.device)]
-        told = peers.each(_WHAT, lambda: [known, [*map(str, joinable(program)), *summands(joined)]])
+        told = peers.each(_WHAT, lambda: (platform.node(), [*map(str, joinable(program)), *summands(joined)]))
         if len({tuple(sums) for _, sums in told}) > 1:  # not all can join them
-            return in_buckets(program), [], ()
+            return in_buckets(program), ()
 
         def chosen() -> tuple[Filled, Notes]:
             try:
                 profile, _ = profile_here(program.device)
-                link = link_between([machine for (machine, _), _ in told], program.device, profile)
-                return best_buckets(joined, usual, options, profile, link, copies=all(can for (_, can), _ in told))
+                link = link_between([machine for machine, _ in told], program.device, profile)
+                return best_buckets(joined, usual, options, profile, link)
             except GroupError:
                 raise
             except Exception as error:
-                return (), _usual_as("others could not be planned", error)
+                reason = f"those of the usual sizes, as others could not be planned: {first_line(error)}"
+                return (), (Decision("", "buckets", reason),)
 
         filled, notes = peers.first(_WHAT, chosen, tuple[Filled, Notes])
-        best = in_buckets(joined, filled) if filled else usual
-        try:
-            return best, _memory(best, peers), notes
-        except CaptureError as error:
-            return usual, [], _usual_as("processes cannot copy from each other", error)
-
-
-def _memory(program: Program, peers: Peers) -> list[Tensor]:
-    """The first arguments of a program, in which buckets are gathered.
-
-    Raises:
-        CaptureError: a process has no memory for it, or none that the others see.
-    """
-    likes = memory_for(program)
-    if not likes:
-        return []
-
-    def seen() -> None:
-        for tensor, (_, group) in zip(memory, likes, strict=True):
-            rendezvous(tensor, group)
-
-    # In two steps: others would wait in vain for a process that has no memory. One that the others cannot see leaves
-    # them waiting, too, as long as the store of their group does.
-    memory: list[Tensor] = peers.together(
-        "memory for copies", lambda: [allocate(like, program.device) for like, _ in likes], failing=CaptureError
-    )
-    peers.together("memory that all see", seen, failing=CaptureError)
-    return memory
-
-
-def _usual_as(reason: str, error: Exception) -> Notes:
-    return (Decision("", "buckets", f"those of the usual sizes, as {reason}: {first_line(error)}"),)
+    return in_buckets(joined, filled) if filled else usual, notes
 
 
 def best_buckets(
@@ -148,8 +111,6 @@ def best_buckets(
     options: Options,
     profile: DeviceProfile | None = None,
     link: Interconnect | None = None,
-    *,
-    copies: bool = True,
 ) -> tuple[Filled, Notes]:
     """The buckets that are predicted to make a training step the fastest, and why; none for the usual ones.
 
@@ -159,7 +120,6 @@ def best_buckets(
         options: how to schedule it.
         profile: of the device to plan for; by default the program's device.
         link: what processes communicate over; by default, what the device has.
-        copies: whether the devices can copy from each other, as far as the processes know.
     """
     sums = sums_of(program)
     if program.device == "cpu" or all(len(each.like) == 1 for each in sums):  # what joins CPUs is an assumption
@@ -169,16 +129,11 @@ def best_buckets(
     link = link or interconnect_of(priced.profile)
     times_of = _ready_us(program, ends)
     ready = [[times_of[node] for node in each.sources] for each in sums]
-    room = COLLECTIVES_SHARE * (priced.profile.memory_bytes or inf)
 
     def cost_us(filled: Filled) -> float:
         return sum(map(partial(_cost_us, link=link), filled, sums, ready))
 
-    ways = (False, True) if copies and link.copying else (False,)
-    planned = [
-        tuple(_filled(each, times, link, copies=way) for each, times in zip(sums, ready, strict=True)) for way in ways
-    ]
-    best = min((each for each in planned if _gathered_bytes(each, sums) <= room), key=cost_us)
+    best = tuple(_filled(each, times, link) for each, times in zip(sums, ready, strict=True))
     by_size = tuple(tuple(buckets(each.like)) for each in sums)
     if cost_us(best) >= cost_us(by_size) - _MARGIN * step_us:
         return (), ()
@@ -189,19 +144,16 @@ def best_buckets(
 def _described(filled: Filled, sums: Sequence[Sums]) -> str:
     """Their sizes, in words."""
     sizes = [
-        sum(each.like[at].nbytes for at in bucket.tensors) / (1 << 20)
+        sum(each.like[at].nbytes for at in bucket) / (1 << 20)
         for own, each in zip(filled, sums, strict=True)
         for bucket in own
     ]
     if len(sizes) > _LISTED:
-        said = f"{len(sizes)} buckets of {min(sizes):.3g} to {max(sizes):,.0f} MiB"
-    else:
-        said = f"{', '.join(f'{size:.3g}' if size < 100 else f'{size:,.0f}' for size in sizes)} MiB"
-    copied = sum(bucket.copied for own in filled for bucket in own)
-    return f"{said} ({copied} copied)" if copied else said
+        return f"{len(sizes)} buckets of {min(sizes):.3g} to {max(sizes):,.0f} MiB"
+    return f"{', '.join(f'{size:.3g}' if size < 100 else f'{size:,.0f}' for size in sizes)} MiB"
 
 
-def _filled(sums: Sums, ready_us: Sequence[float], link: Interconnect, *, copies: bool) -> tuple[Bucket, ...]:
+def _filled(sums: Sums, ready_us: Sequence[float], link: Interconnect) -> tuple[Bucket, ...]:
     """The tensors of one op for all-reduces, in buckets of one dtype and device each, by when they are ready.
 
     Each op and each kind of tensors is planned as if it had the link alone.
@@ -210,26 +162,16 @@ def _filled(sums: Sums, ready_us: Sequence[float], link: Interconnect, *, copies
         sums: the op.
         ready_us: when each of its tensors is ready.
         link: what processes communicate over.
-        copies: whether devices may copy buckets from each other, which they do if that is faster.
     """
-    processes = processes_in(sums.group)
+    reduction_us = partial(all_reduce_us, processes=processes_in(sums.group), interconnect=link)
     kinds: dict[object, list[int]] = {}
     for at, tensor in enumerate(sums.like):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(at)
     found: list[Bucket] = []
     for places in kinds.values():
-        can = copies and can_reduce([sums.like[at] for at in places], sums.reduction, sums.group)
-        ways = (False, True) if can else (False,)
-
-        def fastest(size: int, ways: Sequence[bool] = ways) -> tuple[float, bool]:
-            return min((_duration_us(size, processes, link, copied=way), way) for way in ways)
-
-        each_us = _beside_us(_duration_us(0, processes, link, copied=can), copied=can)
         sizes = [sums.like[at].nbytes for at in places]
-        groups = merged([ready_us[at] for at in places], sizes, lambda size: fastest(size)[0], each_us, _MOST)
-        for group in groups:
-            copied = fastest(sum(sizes[at] for at in group))[1]
-            found.append(Bucket(tuple(places[at] for at in group), copied))
+        groups = merged([ready_us[at] for at in places], sizes, reduction_us, _beside_us(reduction_us(0)), _MOST)
+        found += [tuple(places[at] for at in group) for group in groups]
     return tuple(sorted(found, key=lambda bucket: _begin_us(bucket, ready_us)))
 
 
@@ -237,27 +179,18 @@ def _cost_us(filled: Sequence[Bucket], sums: Sums, ready_us: Sequence[float], li
     """What the buckets of an op add to a step: how long after the last tensor they are reduced, and what they slow."""
     processes, end_us, others_us = processes_in(sums.group), 0.0, 0.0
     for bucket in filled:
-        size = sum(sums.like[at].nbytes for at in bucket.tensors)
-        duration_us = _duration_us(size, processes, link, copied=bucket.copied)
+        duration_us = all_reduce_us(sum(sums.like[at].nbytes for at in bucket), processes, link)
         end_us = max(end_us, _begin_us(bucket, ready_us)) + duration_us
-        others_us += _beside_us(duration_us, copied=bucket.copied)
+        others_us += _beside_us(duration_us)
     return end_us - max(ready_us) + others_us
 
 
 def _begin_us(bucket: Bucket, ready_us: Sequence[float]) -> float:
-    return max(ready_us[at] for at in bucket.tensors)
+    return max(ready_us[at] for at in bucket)
 
 
-def _duration_us(size: int, processes: int, link: Interconnect, *, copied: bool) -> float:
-    if copied and link.copying:
-        return gather_us(size, processes, link.copying)
-    return all_reduce_us(size, processes, link)
-
-
-def _beside_us(duration_us: float, *, copied: bool) -> float:
+def _beside_us(duration_us: float) -> float:
     """What a collective costs a step besides its own time, µs."""
-    if copied:
-        return _EACH_COPIED_US + _SLOWED_BY_COPIES * duration_us
     return _EACH_US + _SLOWED * duration_us
 
 
@@ -268,16 +201,6 @@ def _ready_us(program: Program, ends: Mapping[str, float]) -> dict[fx.Node, floa
         inputs = (found[other] for other in node.all_input_nodes)
         found[node] = ends[node.name] if node.name in ends else max(inputs, default=0.0)
     return found
-
-
-def _gathered_bytes(filled: Filled, sums: Sequence[Sums]) -> int:
-    """The memory for buckets that are copied, of all processes."""
-    return sum(
-        processes_in(each.group) * sum(each.like[at].nbytes for at in bucket.tensors)
-        for own, each in zip(filled, sums, strict=True)
-        for bucket in own
-        if bucket.copied
-    )
 
 
 def _simulated(priced: Priced, options: Options) -> tuple[float, Mapping[str, float]]:

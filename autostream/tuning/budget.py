@@ -13,7 +13,7 @@ SLACK_BYTES = 2 * 2**20
 """Bytes that a schedule may take beyond one stream at any ratio: the smallest block that PyTorch's
 allocator requests from a GPU."""
 
-COLLECTIVES_SHARE = 0.01
+_COLLECTIVES_SHARE = 0.01
 """The same of a program with collectives, as a share of the device's memory. Ops run beside a collective whose results
 they do not need, so more is in use at a time. A step of a 6-layer encoder on two H100s was measured to take 1,471 µs
 where 139 MB more were allowed than on one stream, and 1,612 µs within 1.1 times one stream."""
@@ -103,6 +103,6 @@ def budget_of(graph: OpGraph, profile: DeviceProfile, sequential: Candidate, lim
         sequential: its schedule on one stream, complete.
         limit: as an option.
     """
-    share = COLLECTIVES_SHARE if graph.collectives else 0
+    share = _COLLECTIVES_SHARE if graph.collectives else 0
     slack_bytes = max(SLACK_BYTES, round(share * profile.memory_bytes))
     return Budget(limit, sequential.memory_bytes, given_bytes(graph), slack_bytes)

@@ -55,23 +55,6 @@ def test_all_reduces_over_nvlink_take_what_was_measured(megabytes: float, measur
     assert collective_us(_op("all_reduce_", 4096, 4096, 2), nvlink) == pytest.approx(6.6 + 2 * 0.6 + 4096 / 87.7e3)
 
 
-@pytest.mark.parametrize(
-    ("megabytes", "measured_us"), [(0.0655, 22.7), (1.0486, 25.8), (4.194, 35.3), (28.311, 113.0), (56.623, 203.1)]
-)
-def test_copies_over_nvlink_take_what_was_measured(megabytes: float, measured_us: float) -> None:
-    """Of the row of one other process, on two H200s; three rows take three times as long."""
-    h200, row = profile_named("h200"), round(megabytes * 1e6)
-
-    def gathered(processes: int) -> Op:
-        target = "autostream.gather_by_copies.default"
-        return replace(_op("gather", row, processes * row, processes), target=target)
-
-    assert collective_us(gathered(2), interconnect_of(h200)) == pytest.approx(measured_us, rel=0.05)
-    sent_us = collective_us(gathered(4), interconnect_of(h200)) - 22
-    assert sent_us == pytest.approx(3 * (collective_us(gathered(2), interconnect_of(h200)) - 22))
-    assert interconnect_of(h200, "infiniband").copying is None
-
-
 @pytest.mark.parametrize(("device", "profile"), [("cuda:0", "h200"), ("cpu", "cpu")])
 def test_a_program_is_priced_over_what_its_device_has(device: str, profile: str) -> None:
     """A wait takes no time of its own, and a collective what a kernel with 24 blocks takes of the device."""

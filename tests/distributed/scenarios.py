@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from math import inf
 from typing import Any
 
 import networkx as nx
@@ -771,62 +770,23 @@ def costs_that_the_first_has_measured(rank: int, processes: int, group: dist.Pro
 
 def buckets_that_the_first_has_chosen(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """They are those of all, here one for each gradient; the others do not even look for sizes."""
+
+    def chosen(program: Program, *_: object) -> tuple[Filled, tuple[Decision, ...]]:
+        assert rank == 0
+        (sums,) = sums_of(program)
+        return (tuple(buckets(sums.like, Sizes(1, 1, 1))),), (Decision("", "buckets", "as they were chosen"),)
+
     with pytest.MonkeyPatch.context() as patch:
-        choose(patch, rank, Sizes(1, 1, 1))
+        patch.setattr(best_buckets, "best_buckets", chosen)
         step = trained_as_ddp(rank, group, max_norm=0.1)
     assert_in_graphs(step, collectives=8)
     assert [refusal.reason for refusal in step.reports[0].refusals] == ["as they were chosen"]
 
 
-def choose(patch: pytest.MonkeyPatch, rank: int, sizes: Sizes, copied: float = inf) -> None:
-    """Let the first process choose buckets of these sizes, copied if they have so many bytes."""
-
-    def chosen(program: Program, *_: object, **__: object) -> tuple[Filled, tuple[Decision, ...]]:
-        assert rank == 0
-        (sums,) = sums_of(program)
-        filled = [
-            replace(each, copied=sum(sums.like[at].nbytes for at in each.tensors) >= copied)
-            for each in buckets(sums.like, sizes)
-        ]
-        return (tuple(filled),), (Decision("", "buckets", "as they were chosen"),)
-
-    patch.setattr(best_buckets, "best_buckets", chosen)
-
-
-def buckets_that_are_copied(rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    """Each process has the rows of all, and adds them up: large ones here, the others are reduced."""
-    with pytest.MonkeyPatch.context() as patch:
-        choose(patch, rank, Sizes(1, 1, 1), copied=10_000)
-        step = trained_as_ddp(rank, group, max_norm=0.1)
-        accumulated = trained_as_ddp(rank, group, microbatches=2)
-    assert_in_graphs(step, collectives=8)
-    graph = step.reports[0].graph
-    assert sum("gather_by_copies" in graph.ops[name].target for name in graph.collectives) == 3
-    assert accumulated.reports[0].mode == "threads"
-
-
-def buckets_that_one_process_cannot_copy(rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    """All of them reduce the usual ones, and the report says which process could not, and why."""
-
-    def fails(*_: object) -> None:
-        raise RuntimeError("no memory that others see")
-
-    for step_of_it in ("allocate", "rendezvous"):
-        with pytest.MonkeyPatch.context() as patch:
-            choose(patch, rank, Sizes(1, 1, 1), copied=1)
-            if rank == 1:
-                patch.setattr(best_buckets, step_of_it, fails)
-            step = trained_as_ddp(rank, group)
-        assert_in_graphs(step, collectives=2)
-        (reason,) = (refusal.reason for refusal in step.reports[0].refusals)
-        assert "on rank 1" in reason
-        assert "no memory that others see" in reason
-
-
 def buckets_that_cannot_be_planned(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """The usual ones are used, and the report says why."""
 
-    def fails(*_: object, **__: object) -> tuple[Filled, tuple[Decision, ...]]:
+    def fails(*_: object) -> tuple[Filled, tuple[Decision, ...]]:
         raise ScheduleError("a schedule of theirs is wrong")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -1101,8 +1061,6 @@ IN_TWO: dict[str, Scenario] = {
         costs_that_the_first_has_measured,
         buckets_that_the_first_has_chosen,
         buckets_that_cannot_be_planned,
-        buckets_that_are_copied,
-        buckets_that_one_process_cannot_copy,
         a_candidate_that_one_process_cannot_build,
         a_candidate_that_fails_between_collectives,
         kernels_that_one_process_cannot_make,

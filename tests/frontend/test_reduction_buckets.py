@@ -14,11 +14,11 @@ from autostream.analysis.dependencies import analyze
 from autostream.analysis.effects import group_of
 from autostream.analysis.values import input_tensors
 from autostream.frontend import all_reduces
-from autostream.frontend.all_reduces import ALL_REDUCES, Bucket, Sizes, buckets
+from autostream.frontend.all_reduces import ALL_REDUCES, Sizes, buckets
 from autostream.frontend.data_parallel import DataParallel
 from autostream.frontend.fake_processes import fake_processes
-from autostream.frontend.reduction_buckets import gathered, in_buckets, joinable, memory_for, sums_of
-from autostream.ir import Program, Role
+from autostream.frontend.reduction_buckets import gathered, in_buckets, joinable, sums_of
+from autostream.ir import Program
 from autostream.options import Options
 from tests.analysis.programs import Tape, aten
 
@@ -138,28 +138,6 @@ def test_memory_that_is_addressed_is_that_of_the_average() -> None:
     offsets = [input_tensors(node)[0].storage_offset() for node in nodes]
     assert [node.args[3] for node in nodes] == offsets
     assert len(set(offsets)) > 3
-
-
-def test_copied_buckets_have_memory_of_their_own_and_stay_in_order() -> None:
-    """Each is gathered in an argument that nothing else uses; collectives are ordered as if all were reduced."""
-    step, batch = trained(Net())
-    with fake_processes(2) as group:
-        program = step.over(group).traced(batch, Options()).program
-        (sums,) = sums_of(program)
-        filled = [Bucket((at,), copied=sums.like[at].nbytes >= 100) for at in reversed(range(len(sums.like)))]
-        copied = in_buckets(program, [filled])
-        graph = analyze(copied)
-    large = [each.nbytes >= 100 for each in reversed([*Net().parameters()])]
-    assert large == [False, True, False, True, False]
-    order = [op.target.split(".")[1] for op in graph.ops.values() if op.group]
-    assert order == ["gather_by_copies" if each else "all_reduce_" for each in large]
-    memory = [place.name for place in copied.placeholders if place.name.startswith("rows_")]
-    assert [place.role for place in copied.placeholders[: len(memory)]] == len(memory) * [Role.CONSTANT]
-    for name in memory:
-        (user,) = graph.users[name]
-        assert "gather_by_copies" in graph.ops[user].target
-    assert [tuple(like.shape) for like, _ in memory_for(copied)] == [(2, 64), (2, 64)]  # of 48 and 54 elements
-    assert copied.placeholders[len(memory) :] == program.placeholders
 
 
 def test_a_program_without_all_reduces_stays() -> None:

@@ -18,10 +18,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import autostream
-from autostream.frontend.all_reduces import Sizes
 from autostream.reporting.report import Report
 from tests.distributed.processes import outcomes
-from tests.distributed.scenarios import choose
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,7 +46,7 @@ def mlp() -> nn.Module:
 LEVELS = {"eager": "aten", "inductor": "inductor"}
 
 
-def compared_with_ddp(rank: int, group: dist.ProcessGroup, kernels: str, buckets: int = 1) -> Report:
+def compared_with_ddp(rank: int, group: dist.ProcessGroup, kernels: str) -> Report:
     """Ten steps with clipping in one CUDA graph, beside DistributedDataParallel; their report. One bucket is best."""
     torch.manual_seed(0)
     model = mlp()
@@ -69,7 +67,7 @@ def compared_with_ddp(rank: int, group: dist.ProcessGroup, kernels: str, buckets
         torch.testing.assert_close(one, another, rtol=1e-3, atol=1e-5)
     (report,) = step.reports
     assert (report.mode, report.level) == ("cuda graph", LEVELS[kernels]), report.refusals
-    assert len(report.graph.collectives) == buckets
+    assert len(report.graph.collectives) == 1
     for schedule in (candidate.schedule for candidate in report.candidates if candidate.schedule.streams > 1):
         last = schedule.streams - 1
         assert {name for name, at in schedule.stream_of.items() if at == last} == report.graph.collectives
@@ -119,20 +117,10 @@ def on_gpus(kernels: str, rank: int, processes: int, group: dist.ProcessGroup) -
     assert all(each == chosen[0] for each in chosen)
 
 
-def by_copies(kernels: str, rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    """Gradients of a kilobyte and more are copied, each in a bucket of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        choose(patch, rank, Sizes(1, 1, 1), copied=1 << 10)
-        report = compared_with_ddp(rank, group, kernels, buckets=6)
-    targets = [report.graph.ops[name].target for name in report.graph.collectives]  # type: ignore[union-attr]
-    assert sum("gather_by_copies" in target for target in targets) == 5
-
-
-@pytest.mark.parametrize(("processes", "ways"), [(2, (on_gpus, by_copies)), (4, (on_gpus,))], ids=["two", "four"])
-def test_gpus_train_as_ddp(processes: int, ways: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("processes", [2, 4])
+def test_gpus_train_as_ddp(processes: int) -> None:
     if torch.cuda.device_count() < processes:
         pytest.skip(f"there are not {processes} GPUs")
-    scenarios = {f"{each.__name__}, {kernels}": partial(each, kernels) for each in ways for kernels in LEVELS}
-    found = outcomes(scenarios, processes, backend="nccl")
+    found = outcomes({kernels: partial(on_gpus, kernels) for kernels in LEVELS}, processes, backend="nccl")
     failed = {name: texts for name, texts in found.items() if any(texts)}
     assert not failed, "\n".join(f"{name}: {text}" for name, texts in failed.items() for text in texts)

@@ -49,7 +49,7 @@ SLOW_TO_SEND = link(start_us=1.0, bandwidth=320e3)
 def chosen(traced: TracedStep, options: Options, link: Interconnect) -> list[int]:
     """How many gradients each bucket has; none for the usual buckets."""
     filled, _ = best_buckets(traced.program, in_buckets(traced.program), options, H200, link)
-    return [len(bucket.tensors) for bucket in filled[0]] if filled else []
+    return [len(bucket) for bucket in filled[0]] if filled else []
 
 
 @pytest.mark.parametrize("link", [FAST, SLOW_TO_START])
