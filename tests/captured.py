@@ -4,7 +4,7 @@
     driver:    edges between nodes ─▶ reachability ─▶ op before op
     schedule:  stream order, waits ─▶ happens-before ─▶ op before op      must be the same
 
-Nodes and edges are read from the CUDA driver, as in ``costs/occupancy.py``.
+Nodes and edges are read from the CUDA driver, as in ``runtime/graph_nodes.py``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import networkx as nx
 import torch
 from torch import Tensor, fx
 
-from autostream.costs.occupancy import _returned
 from autostream.ir import FORK, OpGraph, Schedule
 from autostream.runtime.capture import capture, run_first
+from autostream.runtime.graph_nodes import returned
 from autostream.runtime.runs import without_autocast
 from autostream.runtime.streams import capture_stream, restored
 from tests.planned import Planned
@@ -157,7 +157,7 @@ class _Recorder(fx.Interpreter):
 def graph_in_capture(stream: int) -> int:
     """The graph that a capturing stream is captured into."""
     driver = _driver()
-    _status, _id, graph, *_ = _returned(driver.cuStreamGetCaptureInfo(driver.CUstream(stream)))
+    _status, _id, graph, *_ = returned(driver.cuStreamGetCaptureInfo(driver.CUstream(stream)))
     assert int(graph), "the stream is in no capture"
     return int(graph)
 
@@ -166,8 +166,8 @@ def nodes_of(graph: int) -> frozenset[int]:
     """All nodes of a graph: kernels, copies, and others."""
     driver = _driver()
     raw = driver.CUgraph(graph)
-    _, count = _returned(driver.cuGraphGetNodes(raw))
-    nodes, _ = _returned(driver.cuGraphGetNodes(raw, count))
+    _, count = returned(driver.cuGraphGetNodes(raw))
+    nodes, _ = returned(driver.cuGraphGetNodes(raw, count))
     return frozenset(map(int, nodes))
 
 
@@ -175,8 +175,8 @@ def edges_of(graph: int) -> frozenset[Edge]:
     """All edges of a graph."""
     driver = _driver()
     raw = driver.CUgraph(graph)
-    *_, count = _returned(driver.cuGraphGetEdges(raw))
-    sources, targets, *_ = _returned(driver.cuGraphGetEdges(raw, count))
+    *_, count = returned(driver.cuGraphGetEdges(raw))
+    sources, targets, *_ = returned(driver.cuGraphGetEdges(raw, count))
     return frozenset(zip(map(int, sources), map(int, targets), strict=True))
 
 
