@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import pytest
@@ -99,6 +99,7 @@ class Cuda:
         patch.setattr(torch.cuda, "current_stream", lambda device: fake.current)
         patch.setattr(torch.cuda, "default_stream", lambda device: fake.home)
         patch.setattr(torch.cuda, "stream", fake.on)
+        patch.setattr(torch.cuda, "device", nullcontext)
         patch.setattr(torch.cuda, "graph_pool_handle", list)
         patch.setattr(cuda_graph, "current_device", lambda: CPU.index)
         patch.setattr(cuda_graph, "raw_stream", lambda device: fake.current.cuda_stream)

@@ -37,7 +37,8 @@ def capture(
         pool: a memory pool (:func:`torch.cuda.graph_pool_handle`) to share with other graphs; by default a new one. It
             must be new or have a graph that is alive: PyTorch cannot capture into a pool whose last graph was freed or
             failed.
-        keep_nodes: whether the graph keeps its nodes, so that they can be inspected.
+        keep_nodes: whether the graph keeps its nodes, so that they can be read and replaced; then ``instantiate``, or
+            the first replay, makes what is launched.
 
     Returns:
         The graph, and the function's result.

@@ -89,8 +89,9 @@ class GraphPool:
         """Capture a run into this pool; see :func:`~autostream.runtime.capture.capture`."""
         try:
             graph, outputs = capture(run, stream, self.handle, keep_nodes=True)
-            fill_by_kernels(graph, stream)
-            graph.instantiate()
+            with torch.cuda.device(stream.device):
+                fill_by_kernels(graph, stream)
+                graph.instantiate()
             return graph, outputs
         except BaseException:
             self.failed = True

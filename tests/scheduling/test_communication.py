@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from autostream.ir import Dependency, Hazard, OpCost, OpGraph, Slice, Timeline
 from autostream.scheduling.coarsen import coarsen
 from autostream.scheduling.communication import exposed_us, followers
+from autostream.scheduling.peak import Footprint
 from autostream.scheduling.policies import POLICIES
-from autostream.scheduling.policies.search import variants
+from autostream.scheduling.policies.search import EVENTS_PER_S, search, variants
 from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
@@ -98,10 +99,63 @@ def test_updates_begin_while_the_backward_runs() -> None:
         assert timeline.ends["u0"] < timeline.starts["b3"] + 5.0, policy
 
 
+@pytest.mark.parametrize("policy", ["critical_path", "path_cover", "search"])
+def test_no_stream_is_kept_for_a_wait_at_the_end(policy: str) -> None:
+    """
+    b0 ─▶ b1 ─▶ b2 ─▶ b3 ─╮
+    c0 ─▶ c1 ─▶ c2 ─▶ c3 ─┴─▶ s ─▶ r ─▶ w        the sum is reduced and returned
+    """
+    rows = [[f"{row}{at}" for at in range(LAYERS)] for row in "bc"]
+    edges = (
+        [pair for row in rows for pair in pairwise(row)] + [(row[-1], "s") for row in rows] + [("s", "r"), ("r", "w")]
+    )
+    graph = graph_of(edges, outputs="w")
+    graph = replace(graph, ops={name: replace(op, group="0" * (name == "r")) for name, op in graph.ops.items()})
+    costs = {name: OpCost(0.0 if name == "w" else 10.0, 0.3, 0.1, "roofline") for name in graph.ops}
+    found = POLICIES[policy](graph, costs, PRICED, 3, NONE)
+    assert found.streams == 3
+    assert simulate(synchronize(graph, found), costs, PRICED).makespan_us < 75, "four ops, the sum and the reduction"
+
+
+def test_a_search_of_one_stream_leaves_collectives_on_it() -> None:
+    graph, costs = backward()
+    for simulations in (1, 10, 100):
+        events = len(graph.ops) + len(graph.dependencies)
+        found = search(graph, costs, PRICED, 1, NONE, seconds=simulations * events / EVENTS_PER_S)
+        assert [each.streams for each in found] == [1]
+
+
+def test_all_collectives_may_be_pinned() -> None:
+    graph, costs = backward()
+    for name in POLICIES.keys() - {"sequential"}:
+        found = POLICIES[name](graph, costs, PRICED, 2, frozenset(REDUCTIONS))
+        assert found.streams == 2, name
+        verify(graph, synchronize(graph, found))
+
+
+def test_updates_run_early_where_memory_asks_for_it() -> None:
+    """A gradient of each of eight layers is reduced, and the update, which comes next, releases it."""
+    layers = range(8)
+    edges = [(f"{a}{at}", f"{b}{at}") for at in layers for a, b in ("br", "rw", "wu")]
+    names = [f"{kind}{at}" for at in layers for kind in "brwu"]
+    graph = graph_of([*edges, *((f"b{at}", f"b{at + 1}") for at in layers[:-1])], names=names)
+    graph = replace(graph, ops={name: replace(op, group="0" * (name[0] == "r")) for name, op in graph.ops.items()})
+    costs = {name: OpCost({"r": 30.0, "w": 0.0}.get(name[0], 20.0), 0.3, 0.1, "roofline") for name in graph.ops}
+    sequential = synchronize(graph, POLICIES["sequential"](graph, costs, PRICED, 1, NONE))
+    slow = simulate(sequential, costs, PRICED)
+    room = 1.5 * Footprint(graph).live_bytes(slow)
+    *_, best = search(graph, costs, PRICED, 4, NONE, room_bytes=room)
+    schedule = synchronize(graph, best)
+    fast = simulate(schedule, costs, PRICED)
+    assert fast.makespan_us < 0.8 * slow.makespan_us
+    assert Footprint(graph).live_bytes(fast) <= room
+    assert [*islice(variants(graph, costs, PRICED, schedule, 4, NONE, room_bytes=room), 3)] != []
+
+
 @given(graph=random_graphs(), data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_what_follows_collectives_comes_last_on_its_stream(graph: OpGraph, data: st.DataObject) -> None:
-    """In every policy, and in variants of its schedule; a collective that another needs is no such op."""
+    """In every policy without a limit of memory, and in variants of its schedule. No collective is such an op."""
     names = [*graph.ops]
     reductions = sorted(data.draw(st.sets(st.sampled_from(names), min_size=1, max_size=3)), key=names.index)
     ops = {name: replace(op, group="0" * (name in reductions)) for name, op in graph.ops.items()}

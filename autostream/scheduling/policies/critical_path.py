@@ -12,7 +12,7 @@
    stream, by more than that and the join.
 
 Collectives have the last stream (:mod:`~autostream.scheduling.communication`), and no other op is on it. Ops that
-follow them are placed when all others are, behind these or on one more stream.
+follow them are placed when all others are, behind these or on a stream that was kept for them, whichever ends earlier.
 
 Launches are issued in the order of their starts. O(E + V·(log V + K)) for V ops, E dependencies and K streams.
 
@@ -29,7 +29,7 @@ from heapq import heappop, heappush
 from math import inf
 
 from autostream.ir import Assignment, Costs, Decision, DeviceProfile, OpGraph
-from autostream.scheduling.communication import computing_streams, placed_apart, set_apart
+from autostream.scheduling.communication import placed_apart, set_apart
 from autostream.scheduling.structure import bottom_levels
 
 
@@ -49,14 +49,22 @@ def critical_path(
         >>> print(assignment.decisions[1].reason)
         starts 9.0 µs earlier than on stream 0
     """
-    profile, names = profile.over(streams), list(graph.ops)
+    profile, names, level = profile.over(streams), list(graph.ops), bottom_levels(graph, costs)
     apart, following = placed_apart(graph, streams, pinned)
-    free = [0.0] + [profile.fork_us] * (streams - 1)
-    partial = _PartialSchedule(profile, free, computing_streams(streams, apart, following), apart)
-    level = bottom_levels(graph, costs)
-    _fill(partial, graph, costs, level, pinned, [at for at, name in enumerate(names) if name not in following])
-    partial.computing = computing_streams(streams, apart, frozenset())
-    _fill(partial, graph, costs, level, pinned, [at for at, name in enumerate(names) if name in following])
+    computing = streams - bool(apart)
+    first, last = ([at for at, name in enumerate(names) if (name in following) == kind] for kind in (False, True))
+
+    def placed(spare: bool) -> _PartialSchedule:
+        """All ops; with ``spare``, those that follow collectives have a stream beside those of the others."""
+        free = [0.0] + [profile.fork_us] * (streams - 1)
+        partial = _PartialSchedule(profile, free, computing - spare, apart)
+        _fill(partial, graph, costs, level, pinned, first)
+        partial.computing = computing
+        _fill(partial, graph, costs, level, pinned, last)
+        return partial
+
+    ways = map(placed, (False, True) if following and computing > 1 else (False,))
+    partial = min(ways, key=lambda way: max(way.finish.values(), default=0.0))
     return Assignment(
         policy="critical_path",
         streams=partial.used + bool(apart),

@@ -9,7 +9,7 @@
    partitioning: Kleinberg & Tardos 2005, section 4.1), else to an unused stream, else to the one that is free first.
 
 Collectives are on a stream of their own, whatever their path (:mod:`~autostream.scheduling.communication`), and so are
-ops that follow them, if there are three streams.
+ops that follow them, if two streams are left for the others.
 
 Launches are issued in the order of their earliest possible starts, those that follow collectives last. Costs matter
 only for step 3 and this order.
@@ -21,7 +21,7 @@ from collections.abc import Mapping, Set
 
 from autostream.ir import Assignment, Costs, Decision, DeviceProfile, OpGraph
 from autostream.scheduling.bitsets import reduction
-from autostream.scheduling.communication import computing_streams, followers_last, placed_apart, set_apart
+from autostream.scheduling.communication import followers_last, placed_apart, set_apart
 from autostream.scheduling.matching import maximum_matching
 from autostream.scheduling.structure import top_levels
 
@@ -43,19 +43,19 @@ def path_cover(
     """
     earliest = top_levels(graph, costs)
     paths, (apart, following) = minimum_path_cover(graph), placed_apart(graph, streams, pinned)
-    stream_of_path = _assign_streams(paths, earliest, costs, computing_streams(streams, apart, following))
+    spare = bool(following) and streams - bool(apart) > 2
+    stream_of_path = _assign_streams(paths, earliest, costs, streams - bool(apart) - spare)
     stream = {name: at for path, at in zip(paths, stream_of_path, strict=True) for name in path}
     stream.update(dict.fromkeys(pinned & graph.ops.keys(), 0))
-    if following and streams > 2:
-        stream = set_apart(stream, following - pinned)
-    stream = set_apart(stream, apart) if apart else stream
+    for own in (following - pinned if spare else (), apart):
+        stream = set_apart(stream, own) if own else stream
     used = max(stream.values(), default=0) + 1
     return Assignment(
         policy="path_cover",
         streams=used,
         order=tuple(followers_last(sorted(graph.ops, key=earliest.__getitem__), following)),
         stream={name: stream[name] for name in graph.ops},
-        decisions=_decisions(paths, stream_of_path, stream, used, apart | following),
+        decisions=_decisions(paths, stream, used, pinned),
     )
 
 
@@ -96,23 +96,19 @@ def _assign_streams(
 
 
 def _decisions(
-    paths: tuple[tuple[str, ...], ...],
-    stream_of_path: tuple[int, ...],
-    stream: Mapping[str, int],
-    used: int,
-    apart: Set[str],
+    paths: tuple[tuple[str, ...], ...], stream: Mapping[str, int], used: int, pinned: Set[str]
 ) -> tuple[Decision, ...]:
     whole = Decision("", f"{used} stream{'s' * (used > 1)}", f"{len(paths)} paths hold every op, and no fewer do")
     # Neither length nor last op of a path: its ops may be chains, of which only the first ops are known here.
     begun = tuple(
-        Decision(path[0], f"stream {at}", f"begins path {number} of {len(paths)}")
-        for number, (path, at) in enumerate(zip(paths, stream_of_path, strict=True), 1)
-        if at
+        Decision(path[0], f"stream {stream[path[0]]}", f"begins path {number} of {len(paths)}")
+        for number, path in enumerate(paths, 1)
+        if stream[path[0]]
     )
     moved = tuple(
-        Decision(name, "stream 0", f"must be on the caller's stream; its path is on stream {at}")
-        for path, at in zip(paths, stream_of_path, strict=True)
+        Decision(name, "stream 0", f"must be on the caller's stream; its path begins on stream {stream[path[0]]}")
+        for path in paths
         for name in path
-        if stream[name] != at and name not in apart
+        if name in pinned and stream[path[0]]
     )
     return (whole, *begun, *moved)

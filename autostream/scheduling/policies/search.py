@@ -38,7 +38,7 @@ from random import Random
 
 from autostream.ir import FORK, Assignment, Costs, Decision, DeviceProfile, OpGraph, Schedule, Timeline
 from autostream.scheduling.coarsen import Coarse, coarsen, expand
-from autostream.scheduling.communication import followers_last, placed_apart, set_apart
+from autostream.scheduling.communication import followers_last, hold_back, placed_apart, set_apart
 from autostream.scheduling.peak import Footprint
 from autostream.scheduling.policies.critical_path import critical_path
 from autostream.scheduling.policies.path_cover import path_cover
@@ -255,7 +255,7 @@ class _Space:
 
     @cached_property
     def apart(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Chains of collectives, and those that follow them."""
+        """Chains of collectives, and those that follow them, with several streams."""
         return placed_apart(self.coarse.graph, 2, self.coarse.pinned)
 
     def steps(self) -> Sequence[int]:
@@ -336,7 +336,7 @@ class _Space:
 
     def changed(self, plan: _Plan, streams: int, random: Random) -> Placement:
         """The launch order and streams of a plan after one random change."""
-        apart, following = self.apart
+        apart, following = self.apart if streams > 1 else (frozenset(), frozenset())
         guided = plan.critical and random.random() < 0.5
         one, other = random.choice(plan.critical) if guided else random.choices(plan.order, k=2)
         change = random.choice((_follow, _lead, _swap, _swap_streams, _shift))
@@ -344,7 +344,9 @@ class _Space:
         stream = {**stream, **dict.fromkeys(self.coarse.pinned, 0)}
         if apart:  # a change may have taken an op to their stream, or brought back one more
             stream = {name: min(at, streams - 2) for name, at in stream.items()}
-            return followers_last(order, following), set_apart(stream, apart)
+            if not hold_back(plan.order, plan.stream, following):
+                order = followers_last(order, following)
+            return order, set_apart(stream, apart)
         return order, _without_gaps(stream)
 
     def assignment(self, plan: _Plan, reason: str) -> Assignment:
