@@ -13,15 +13,18 @@ The kernels are PyTorch's own: ``fill_`` of the same memory is captured, and its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autostream.errors import first_line
 from autostream.runtime.capture import capture
 from autostream.runtime.graph_nodes import UNKNOWN, fill_of, nodes_of, predecessors, replace
+from autostream.utils.logs import Log
+
+log = Log(__name__)
 
 _SMALL = 1 << 14
 """Bytes. Fills of 50 KB and more are kernels already."""
@@ -54,7 +57,7 @@ def fill_by_kernels(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> i
         How many were replaced.
     """
     replaced = 0
-    with suppress(RuntimeError, *UNKNOWN):
+    try:
         fills = [(node, fill) for node in nodes_of(graph, "MEMSET") if _is_small(fill := fill_of(node))]
         if fills:
             template, _ = capture(lambda: _run([fill for _, fill in fills], stream.device), stream, keep_nodes=True)
@@ -63,6 +66,8 @@ def fill_by_kernels(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> i
                 for (node, _), kernel in zip(fills, kernels, strict=True):
                     replace(graph, node, kernel)
                     replaced += 1
+    except (RuntimeError, *UNKNOWN) as error:
+        log.debug("small fills of a CUDA graph stay as they are, but for %d: %s", replaced, first_line(error))
     return replaced
 
 
