@@ -105,10 +105,11 @@ def _decisions(
         for number, path in enumerate(paths, 1)
         if stream[path[0]]
     )
+    of_path = {path: next((stream[name] for name in path if name not in pinned), 0) for path in paths}
     moved = tuple(
-        Decision(name, "stream 0", f"must be on the caller's stream; its path begins on stream {stream[path[0]]}")
-        for path in paths
+        Decision(name, "stream 0", f"must be on the caller's stream; its path is on stream {at}")
+        for path, at in of_path.items()
         for name in path
-        if name in pinned and stream[path[0]]
+        if at and name in pinned
     )
     return (whole, *begun, *moved)
