@@ -22,8 +22,7 @@ def nodes_of(graph: torch.cuda.CUDAGraph, kind: Literal["KERNEL", "MEMSET"]) -> 
         RuntimeError: the driver refuses, or the graph keeps no nodes.
         ImportError, AttributeError, TypeError: see :data:`UNKNOWN`.
     """
-    from cuda.bindings import driver  # type: ignore[import-not-found, unused-ignore]
-
+    driver = _driver()
     raw = driver.CUgraph(graph.raw_cuda_graph())
     _, count = returned(driver.cuGraphGetNodes(raw))
     nodes, _ = returned(driver.cuGraphGetNodes(raw, count))
@@ -33,27 +32,21 @@ def nodes_of(graph: torch.cuda.CUDAGraph, kind: Literal["KERNEL", "MEMSET"]) -> 
 
 def fill_of(node: Any) -> Any:
     """What a memset node fills: ``height`` rows of ``width`` elements of ``elementSize`` bytes at ``dst``."""
-    from cuda.bindings import driver
-
-    (fill,) = returned(driver.cuGraphMemsetNodeGetParams(node))
+    (fill,) = returned(_driver().cuGraphMemsetNodeGetParams(node))
     return fill
 
 
 def predecessors(node: Any) -> list[Any]:
     """The nodes that a node waits for."""
-    from cuda.bindings import driver
-
-    return _neighbours(driver.cuGraphNodeGetDependencies, node)
+    return _neighbours(_driver().cuGraphNodeGetDependencies, node)
 
 
 def successors(node: Any) -> list[Any]:
     """The nodes that wait for a node."""
-    from cuda.bindings import driver
-
-    return _neighbours(driver.cuGraphNodeGetDependentNodes, node)
+    return _neighbours(_driver().cuGraphNodeGetDependentNodes, node)
 
 
-def replace(graph: torch.cuda.CUDAGraph, node: Any, kernel: Any) -> None:
+def replace_by_kernel(graph: torch.cuda.CUDAGraph, node: Any, kernel: Any) -> None:
     """Put a copy of a kernel in a node's place. The graph must not have been instantiated.
 
     Args:
@@ -65,8 +58,7 @@ def replace(graph: torch.cuda.CUDAGraph, node: Any, kernel: Any) -> None:
         RuntimeError: the driver refuses. The graph computes what it did.
         ImportError, AttributeError, TypeError: likewise; see :data:`UNKNOWN`.
     """
-    from cuda.bindings import driver
-
+    driver = _driver()
     raw = driver.CUgraph(graph.raw_cuda_graph())
     before, after = predecessors(node), successors(node)
     (launch,) = returned(driver.cuGraphKernelNodeGetParams(kernel))
@@ -79,6 +71,12 @@ def replace(graph: torch.cuda.CUDAGraph, node: Any, kernel: Any) -> None:
     except BaseException:
         driver.cuGraphDestroyNode(new)
         raise
+
+
+def _driver() -> Any:
+    from cuda.bindings import driver  # type: ignore[import-not-found, unused-ignore]
+
+    return driver
 
 
 def _neighbours(get: Any, node: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from autostream.errors import first_line
 from autostream.runtime.capture import capture
-from autostream.runtime.graph_nodes import UNKNOWN, fill_of, nodes_of, predecessors, replace
+from autostream.runtime.graph_nodes import UNKNOWN, fill_of, nodes_of, predecessors, replace_by_kernel
 from autostream.utils.logs import Log
 
 log = Log(__name__)
@@ -64,7 +64,7 @@ def fill_by_kernels(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> i
             kernels = _in_order(nodes_of(template, "KERNEL"))
             if len(kernels) == len(fills):  # else PyTorch fills in another way
                 for (node, _), kernel in zip(fills, kernels, strict=True):
-                    replace(graph, node, kernel)
+                    replace_by_kernel(graph, node, kernel)
                     replaced += 1
     except (RuntimeError, *UNKNOWN) as error:
         log.debug("small fills of a CUDA graph stay as they are, but for %d: %s", replaced, first_line(error))

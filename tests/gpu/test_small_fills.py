@@ -83,7 +83,7 @@ def test_a_large_fill_stays() -> None:
 
 
 class Attention(nn.Module):
-    """A convolution and cuDNN's attention, whose kernels begin with a fill of a few bytes."""
+    """cuDNN's attention, which begins with a fill of a few bytes."""
 
     def __init__(self) -> None:
         super().__init__()
