@@ -20,10 +20,12 @@ from operator import itemgetter
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autostream.errors import CaptureError, first_line
 from autostream.runtime.capture import capture, own_cublas_workspaces, run_first
+from autostream.runtime.collectives_first import communicate_first
 from autostream.runtime.failing_node import where
 from autostream.runtime.layouts import SameLayout
 from autostream.runtime.small_fills import fill_by_kernels
@@ -91,6 +93,8 @@ class GraphPool:
             graph, outputs = capture(run, stream, self.handle, keep_nodes=True)
             with torch.cuda.device(stream.device):
                 fill_by_kernels(graph, stream)
+                if dist.is_available() and dist.is_initialized():
+                    communicate_first(graph)
                 graph.instantiate()
             return graph, outputs
         except BaseException:

@@ -46,6 +46,24 @@ def successors(node: Any) -> list[Any]:
     return _neighbours(_driver().cuGraphNodeGetDependentNodes, node)
 
 
+def kernel_name(node: Any) -> str:
+    """The name of the function that a kernel node launches, as its compiler mangled it."""
+    driver = _driver()
+    (launch,) = returned(driver.cuGraphKernelNodeGetParams(node))
+    function = int(launch.func)  # newer libraries launch kernels by another handle
+    (name,) = returned(driver.cuFuncGetName(launch.func) if function else driver.cuKernelGetName(launch.kern))
+    return str(name, "utf-8")
+
+
+def run_first(node: Any) -> None:
+    """Give a kernel node the highest priority: blocks of others that have not started yet are started after its own."""
+    driver = _driver()
+    _, highest = returned(driver.cuCtxGetStreamPriorityRange())
+    value = driver.CUkernelNodeAttrValue()
+    value.priority = int(highest)
+    returned(driver.cuGraphKernelNodeSetAttribute(node, driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY, value))
+
+
 def replace_by_kernel(graph: torch.cuda.CUDAGraph, node: Any, kernel: Any) -> None:
     """Put a copy of a kernel in a node's place. The graph must not have been instantiated.
 

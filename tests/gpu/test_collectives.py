@@ -19,6 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autostream
 from autostream.reporting.report import Report
+from autostream.runtime.capture import capture
+from autostream.runtime.collectives_first import communicate_first
+from autostream.runtime.streams import capture_stream
 from tests.distributed.processes import outcomes
 
 pytestmark = [
@@ -124,3 +127,22 @@ def test_gpus_train_as_ddp(processes: int) -> None:
     found = outcomes({kernels: partial(on_gpus, kernels) for kernels in LEVELS}, processes, backend="nccl")
     failed = {name: texts for name, texts in found.items() if any(texts)}
     assert not failed, "\n".join(f"{name}: {text}" for name, texts in failed.items() for text in texts)
+
+
+def on_gpus_first(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Sums are NCCL's kernels, which come first, and a graph computes them again in each replay."""
+    x = torch.ones(1 << 16, device=f"cuda:{rank}")
+    dist.all_reduce(x, group=group)  # makes the communicator, which a capture cannot
+    graph, _ = capture(lambda: dist.all_reduce(x, group=group), capture_stream(x.device), keep_nodes=True)
+    assert communicate_first(graph) == 1
+    for _ in range(2):
+        graph.replay()
+    assert set(x.tolist()) == {processes**3}
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_sums_of_a_cuda_graph_come_first(processes: int) -> None:
+    if torch.cuda.device_count() < processes:
+        pytest.skip(f"there are not {processes} GPUs")
+    found = outcomes({"sum": on_gpus_first}, processes, backend="nccl")
+    assert not any(found["sum"]), found["sum"]
