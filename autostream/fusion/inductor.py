@@ -82,9 +82,14 @@ SETTINGS: Mapping[str, Any] = {
 }
 """The settings of ``torch._inductor.config`` with which every program is compiled."""
 
-PREFERRED: Mapping[str, Any] = {"max_fusion_buffer_group_pairwise_attempts": 8}
-"""Settings that the user may change. All updates of a step read its learning rate: with 64 of them to try for each, as
-is Inductor's default, that was up to half of the time of fusing, and what was fused was the same."""
+PREFERRED: Mapping[str, Any] = {
+    # All updates of a step read its learning rate. With 64 of them to try for each, as is Inductor's default, that was
+    # up to half of the time of fusing, and what was fused was the same.
+    "max_fusion_buffer_group_pairwise_attempts": 8,
+    "combo_kernels": True,  # of scalars only, which need no check of the memory that they take
+    "combo_kernel_peak_memory_pct_threshold": None,
+}
+"""Settings that the user may change, where this version of Inductor has them."""
 
 NEEDED: Mapping[str, Sequence[str]] = {
     "torch._functorch.aot_autograd": ["aot_export_module"],
@@ -101,6 +106,10 @@ NEEDED: Mapping[str, Sequence[str]] = {
     "torch._inductor.runtime.cache_dir_utils": ["cache_dir"],
     "torch._inductor.ir": ["ExternKernelOut"],
     "torch._inductor.select_algorithm": ["extern_kernels"],
+    "torch._inductor.scheduler": [
+        "ForeachKernelSchedulerNode.combinable_nodes",
+        "ForeachKernelSchedulerNode.group_nodes_for_combo_kernels",
+    ],
     "torch._inductor.utils": ["LineContext"],
     "torch._inductor.virtualized": ["V"],
     "torch._inductor.codegen.common": [
@@ -396,6 +405,7 @@ def _compiled(module: fx.GraphModule, device: torch.device, constants: Mapping[i
     from torch._inductor.compile_fx import compile_fx_inner, record_original_output_strides
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
+    from autostream.fusion.combo_kernels import scalars_together
     from autostream.fusion.kernel_graph import capture_kernel_graphs
 
     values = arguments_of(module)
@@ -413,6 +423,7 @@ def _compiled(module: fx.GraphModule, device: torch.device, constants: Mapping[i
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(mock.patch.object(mode, "allow_non_fake_inputs", True))  # for constants, like Inductor
         graphs = stack.enter_context(capture_kernel_graphs(device))
+        stack.enter_context(scalars_together())
         module.graph.output_node().meta["user_visible_output_idxs"] = range(len(outputs_of(module)))
         compile_fx_inner(module, values, fx_wrapper=True, is_inference=True, layout_opt=_layout_opt(module))
     (compiled,) = graphs

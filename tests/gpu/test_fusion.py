@@ -323,3 +323,26 @@ def test_a_second_process_loads_fused_kernels_and_computes_the_same(
         assert refusals == refusals_again == []
         assert ops_again == ops
     torch.testing.assert_close(results_again, results, rtol=1e-5, atol=1e-6)
+
+
+def test_the_counters_of_a_step_share_kernels() -> None:
+    """Adam counts the steps of each of 40 parameters, a norm its batches; the same is computed with one kernel each."""
+
+    def trained(**inductor_options: Any) -> tuple[nn.Module, int]:
+        torch.manual_seed(0)
+        layers = (nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(10))
+        model = nn.Sequential(*layers).cuda()
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        options: dict[str, Any] = {"kernels": "inductor", "inductor_options": inductor_options}
+        step = autostream.train_step(model, adam, nn.MSELoss(), **options)
+        for _ in range(5):
+            step(x, y)
+        (report,) = step.reports
+        assert report.graph
+        assert report.level == "inductor"
+        return model, len(report.graph.ops)
+
+    x, y = torch.randn(8, 16, device="cuda"), torch.randn(8, 16, device="cuda")
+    (ours, few), (theirs, many) = trained(), trained(combo_kernels=False)
+    assert many - few == 40 - 3 + 10 - 1
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
