@@ -5,9 +5,10 @@
 
 `alone` is the step without collectives on one GPU, `any_memory` the step without a memory budget, and `all_reduce` are
 its sums by NCCL, 25 MiB at a time, with nothing beside them. Sums are `exposed` while no other kernel runs: the share
-of the time of NCCL's kernels, the median of profiled replays, of the process where it is largest. That includes waiting
-for the other processes: the share is lowest on the one that the others wait for. What a step takes more than alone,
-(autostream - alone) / all_reduce, is `added`: sums that are hidden slow down what runs beside them.
+of their time, the median of profiled replays, of the process where it is largest. NCCL's kernel begins by waiting for
+the other processes. How long it does is how much longer it takes than on the process that comes last, and is told
+apart, as `waiting`. What a step takes more than alone, (autostream - alone) / all_reduce, is `added`: sums that are
+hidden slow down what runs beside them.
 In a group of one, autostream / alone says what NCCL costs. All processes run each mode equally often, in interleaved
 rounds; a round takes as long as on the slowest of them.
 """
@@ -163,8 +164,8 @@ def row(name: str, modes: Sequence[str], device: torch.device, rounds: int) -> d
             failed[mode] = first_line(error)
             continue
         steps[mode] = partial(step, *subject.data)
-        if found := reports_of(step):
-            reports[mode] = found[0]
+        if made := reports_of(step):
+            reports[mode] = made[0]
     if "all_reduce" in modes and "autostream" in reports and (graph := reports["autostream"].graph):
         steps["all_reduce"] = all_reduce(graph, dist.group.WORLD)
     times = [{mode: _us(step, device) for mode, step in steps.items()} for _ in range(1 + rounds)]
@@ -172,8 +173,8 @@ def row(name: str, modes: Sequence[str], device: torch.device, rounds: int) -> d
     dist.all_gather_object(of_all, times[1:])
     slowest = {mode: [max(each[mode] for each in turn) for turn in zip(*of_all, strict=True)] for mode in steps}
     us = {mode: round(median(values), 2) for mode, values in slowest.items()}
-    dist.all_gather_object(of_all, {mode: sums_of(_replays(steps[mode], device)) for mode in reports})
-    sums = {mode: [found[mode] for found in of_all] for mode in reports if of_all[0][mode].us}
+    dist.all_gather_object(of_all, {mode: _replays(steps[mode], device) for mode in reports})
+    sums = {mode: found for mode in reports if (found := sums_of([each[mode] for each in of_all]))}
     return {
         "workload": name,
         "batch": batch,
@@ -181,6 +182,7 @@ def row(name: str, modes: Sequence[str], device: torch.device, rounds: int) -> d
         "exposed_us": {mode: round(max(found).exposed_us, 2) for mode, found in sums.items()},
         "exposed": {mode: round(max(found).share, 3) for mode, found in sums.items()},
         "exposed_by_process": {mode: [round(each.share, 3) for each in found] for mode, found in sums.items()},
+        "waiting_us": {mode: [round(each.waiting_us, 2) for each in found] for mode, found in sums.items()},
         "schedules": {mode: _described(report) for mode, report in reports.items()},
         "failed": failed,
     }
@@ -192,32 +194,48 @@ class Sums(NamedTuple):
     Attributes:
         share: of their time in which no other kernel runs.
         exposed_us: that time, µs.
-        us: in which NCCL's kernels run, µs; 0 without such kernels.
+        us: how long they take, µs.
+        waiting_us: how long NCCL's kernels wait for other processes before, µs.
     """
 
     share: float
     exposed_us: float
     us: float
+    waiting_us: float
 
 
-def sums_of(runs: Sequence[Sequence[Kernel]]) -> Sums:
-    """The time of NCCL's kernels in the replays of a step.
+def sums_of(processes: Sequence[Sequence[Sequence[Kernel]]]) -> list[Sums]:
+    """The sums of each process, from the replays of a step on each; none if NCCL has no kernels.
 
     Example:
-        >>> product, updates = Kernel(("gemm",), 1, 0.0, 6.0), Kernel(("adamw",), 1, 9.0, 12.0)
-        >>> sums_of([[product, Kernel(("ncclDevKernel_AllReduce",), 2, 3.0, 11.0), updates]])
-        Sums(share=0.375, exposed_us=3.0, us=8.0)
+        >>> early, late = [Kernel(("gemm",), 1, 0.0, 6.0)], [Kernel(("gemm",), 1, 0.0, 8.0)]
+        >>> early += [Kernel(("ncclDevKernel_AllReduce",), 2, 3.0, 11.0)]
+        >>> late += [Kernel(("ncclDevKernel_AllReduce",), 2, 7.0, 11.0)]
+        >>> [(sums.share, sums.us, sums.waiting_us) for sums in sums_of([[early], [late]])]
+        [(1.0, 4.0, 4.0), (0.75, 4.0, 0.0)]
     """
-    found = []
-    for run in runs:
-        sums, others = (
-            [(each.start_us, each.end_us) for each in run if str(each.key[0]).startswith("nccl") == kind]
-            for kind in (True, False)
-        )
-        us, exposed_us = uncovered_us(sums, []), uncovered_us(sums, others)
-        if us:
-            found.append((exposed_us / us, exposed_us, us))
-    return Sums(*map(median, zip(*found, strict=True))) if found else Sums(0.0, 0.0, 0.0)
+    found: list[list[Sums]] = [[] for _ in processes]
+    for replays_of_one_step in zip(*processes, strict=True):
+        kernels = [[_interval(each) for each in run if _is_sum(each)] for run in replays_of_one_step]
+        shortest = [min(end - start for start, end in each) for each in zip(*kernels, strict=True)]
+        for ours, own, run in zip(found, kernels, replays_of_one_step, strict=True):
+            if own:
+                sums = [(end - us, end) for (_, end), us in zip(own, shortest, strict=True)]
+                us, exposed_us = (uncovered_us(sums, hiding) for hiding in ([], _others(run)))
+                ours.append(Sums(exposed_us / us, exposed_us, us, uncovered_us(own, []) - us))
+    return [Sums(*map(median, zip(*ours, strict=True))) for ours in found if ours]
+
+
+def _others(run: Sequence[Kernel]) -> list[tuple[float, float]]:
+    return [_interval(each) for each in run if not _is_sum(each)]
+
+
+def _interval(kernel: Kernel) -> tuple[float, float]:
+    return kernel.start_us, kernel.end_us
+
+
+def _is_sum(kernel: Kernel) -> bool:
+    return str(kernel.key[0]).startswith("nccl")
 
 
 def added_share(us: Mapping[str, float]) -> float | None:

@@ -73,12 +73,29 @@ def test_ratios_and_shares_follow_from_times() -> None:
     assert cells == ["net", "4", "1,000", "1,010", "", "2,020", "failed", "200", "2.00×", "", "+1.0%", "5%", "3%"]
 
 
-def test_a_replay_that_waits_for_another_process_does_not_count_for_all() -> None:
-    """Of three replays, the sum is hidden but for 1 of 5 us in two; in the third it waits for the other process."""
-    product = Kernel(("gemm",), 1, 0.0, 6.0)
-    runs = [[product, Kernel(("ncclDevKernel_AllReduce",), 2, 2.0, end)] for end in (7.0, 502.0, 7.0)]
-    assert sums_of(runs) == (0.2, 1.0, 5.0)
-    assert sums_of([[product]]) == (0.0, 0.0, 0.0)
+def replay(start_us: float, end_us: float, computes_us: float = 6.0) -> list[Kernel]:
+    return [Kernel(("gemm",), 1, 0.0, computes_us), Kernel(("ncclDevKernel_AllReduce",), 2, start_us, end_us)]
+
+
+def test_waiting_for_another_process_is_no_part_of_a_sum() -> None:
+    """The first process waits 500 us. Nothing hides the last of the 5 of the sum::
+
+    first   gemm ······ sum          clocks differ
+    second         gemm sum
+    """
+    first, second = sums_of([[replay(2.0, 507.0, 506.0)], [replay(2.0, 7.0)]])
+    assert first == (0.2, 1.0, 5.0, 500.0)
+    assert second == (0.2, 1.0, 5.0, 0.0)
+
+
+def test_the_median_of_replays_counts() -> None:
+    runs = [replay(2.0, end) for end in (7.0, 502.0, 7.0)]
+    assert sums_of([runs]) == [(0.2, 1.0, 5.0, 0.0)]
+
+
+def test_without_kernels_of_nccl_there_are_no_sums() -> None:
+    assert sums_of([[[Kernel(("gemm",), 1, 0.0, 6.0)]]] * 2) == []
+    assert sums_of([[], []]) == []
 
 
 def test_sums_alone_are_those_of_the_step(capsys: pytest.CaptureFixture[str]) -> None:
