@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -299,11 +300,19 @@ def _best_as_measured(task: Task, priced: Priced, peers: Peers, *, capture: bool
     def made() -> tuple[Candidate, ...]:
         return candidates_for(priced, options, capture, stopwatch)
 
+    def verified(found: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        if peers.group:  # else they have been, where they were made
+            peers.together("the schedules", lambda: check(priced, found, capture), failing=ScheduleError)
+        return found
+
+    def varied(candidate: Candidate) -> Iterator[Candidate]:
+        variants = variants_of(priced, options, candidates[0], candidate)
+        while found := peers.first("a variant", lambda: tuple(islice(variants, 1)), tuple[Candidate, ...]):
+            yield from verified(found)
+
     candidates = peers.first("its schedules", made, tuple[Candidate, ...])
-    if peers.group:
-        with stopwatch("verify"):
-            peers.together("the schedules", lambda: check(priced, candidates, capture), failing=ScheduleError)
-    varied = _no_variants if peers.group else partial(variants_of, priced, options, candidates[0])
+    with stopwatch("verify"):
+        verified(candidates)
     with stopwatch("select"), _undone(task, priced) as restore:
         left_s, program, arguments = stopwatch.left(options), task.program, task.arguments
         return select(program, priced.graph, candidates, arguments, task.bound, restore, left_s, varied, peers)
@@ -343,10 +352,6 @@ def _on_copies(task: Task) -> Iterator[Task]:
     """Yield the task with copies of the inputs."""
     with on_copies(task.program, task.arguments, task.bound) as arguments:
         yield replace(task, arguments=arguments)
-
-
-def _no_variants(candidate: Candidate) -> Iterator[Candidate]:
-    return iter(())
 
 
 _NOTHING_TO_CAPTURE = Decision("", "not captured", "there is no CUDA graph on the CPU")

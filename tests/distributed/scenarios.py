@@ -33,7 +33,7 @@ from autostream.errors import CaptureError, FusionError, GroupError, ScheduleErr
 from autostream.frontend.all_reduces import Sizes, buckets
 from autostream.frontend.reduction_buckets import gathered, in_buckets, sums_of
 from autostream.fusion import inductor
-from autostream.ir import Assignment, Decision, Program, Role
+from autostream.ir import Assignment, Candidate, Decision, Program, Role
 from autostream.options import Options
 from autostream.runtime.emulator import ThreadedProgram
 from autostream.runtime.lower import lower
@@ -46,6 +46,7 @@ from autostream.tuning import agreement, best_buckets
 from autostream.tuning import select as selection
 from autostream.tuning import tune as tuning
 from autostream.tuning.best_buckets import Filled
+from autostream.tuning.candidates import variants_of
 from autostream.utils.stopwatch import Stopwatch
 from tests.analysis.programs import Tape, aten
 
@@ -758,6 +759,25 @@ def processes_that_measure_other_times_choose_the_same(rank: int, processes: int
     assert len({repr(each) for each in of_all(group, (report.chosen, report.candidates, report.costs))}) == 1
 
 
+def variants_of_the_best_schedule_are_those_of_the_first(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """The others make none, and measure and choose what the first has made. Here each counts as faster."""
+
+    def made(*arguments: Any) -> Iterator[Candidate]:
+        assert rank == 0
+        yield from variants_of(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "variants_of", made)
+        patch.setattr(selection, "VARIANTS", 3)
+        patch.setattr(selection, "_GAIN", -1.0)
+        step = trained_as_ddp(rank, group, policy="search", streams=3)
+    (report,) = step.reports
+    reasons = [decision.reason for each in report.candidates for decision in each.schedule.decisions]
+    assert sum("with a few changes" in reason for reason in reasons) == 3
+    assert report.chosen == report.candidates[-1]
+    assert len({repr(each) for each in of_all(group, (report.chosen, report.candidates))}) == 1
+
+
 def costs_that_the_first_has_measured(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """They are those of all; no collective is run for them."""
     step = trained_as_ddp(rank, group, costs="measured")
@@ -1058,6 +1078,7 @@ IN_TWO: dict[str, Scenario] = {
         a_step_that_one_process_cannot_capture_is_refused,
         another_process_is_not_there,
         processes_that_measure_other_times_choose_the_same,
+        variants_of_the_best_schedule_are_those_of_the_first,
         costs_that_the_first_has_measured,
         buckets_that_the_first_has_chosen,
         buckets_that_cannot_be_planned,
