@@ -1,8 +1,8 @@
 """Starts NCCL's kernels of a captured graph before what is launched with them.
 
 A kernel in a graph has the priority of the stream that it was captured on, and streams of captures have a higher one
-than NCCL's. So an all-reduce waits until all blocks of kernels that are launched with it have started: on two H200s 55
-µs, for updates. Here it is the other way round: other processes wait for it, too.
+than NCCL's. So an all-reduce waits until all blocks of kernels that are launched with it have started; on two H200s it
+waited 55 µs for updates. Here it is the other way round: other processes wait for it, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads and replaces the nodes of a captured graph, through the CUDA driver.
+"""Reads and changes the nodes of a captured graph, through the CUDA driver.
 
 With ``cuda.bindings``, which PyTorch's packages for CUDA depend on, and PyTorch's ``raw_cuda_graph``: a graph has nodes
 after its capture only if that was with ``keep_graph=True``.
@@ -84,6 +84,7 @@ def replace_by_kernel(graph: torch.cuda.CUDAGraph, node: Any, kernel: Any) -> No
     add = getattr(driver, "cuGraphAddDependencies_v2", None) or driver.cuGraphAddDependencies
     (new,) = returned(driver.cuGraphAddKernelNode(raw, before, len(before), launch))
     try:
+        returned(driver.cuGraphKernelNodeCopyAttributes(new, kernel))  # its priority, that of what runs beside it
         returned(add(raw, [new] * len(after), after, None, len(after)))
         returned(driver.cuGraphDestroyNode(node))
     except BaseException:

@@ -21,6 +21,7 @@ import autostream
 from autostream.reporting.report import Report
 from autostream.runtime.capture import capture
 from autostream.runtime.collectives_first import communicate_first
+from autostream.runtime.graph_nodes import kernel_name, nodes_of, returned
 from autostream.runtime.streams import capture_stream
 from tests.distributed.processes import outcomes
 
@@ -131,10 +132,17 @@ def test_gpus_train_as_ddp(processes: int) -> None:
 
 def on_gpus_first(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """Sums are NCCL's kernels, which come first, and a graph computes them again in each replay."""
+    from cuda.bindings import driver
+
     x = torch.ones(1 << 16, device=f"cuda:{rank}")
     dist.all_reduce(x, group=group)  # makes the communicator, which a capture cannot
     graph, _ = capture(lambda: dist.all_reduce(x, group=group), capture_stream(x.device), keep_nodes=True)
     assert communicate_first(graph) == 1
+    (kernel,) = (node for node in nodes_of(graph, "KERNEL") if "nccl" in kernel_name(node))
+    (attribute,) = returned(
+        driver.cuGraphKernelNodeGetAttribute(kernel, driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY)
+    )
+    assert attribute.priority == min(returned(driver.cuCtxGetStreamPriorityRange()))
     for _ in range(2):
         graph.replay()
     assert set(x.tolist()) == {processes**3}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from autostream.runtime import cuda_graph
 from autostream.runtime.collectives_first import communicate_first
 
 GRAPH: Any = SimpleNamespace(raw_cuda_graph=lambda: None)
@@ -21,10 +24,11 @@ class Driver:
     CUkernelNodeAttrID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PRIORITY="priority")
     CUkernelNodeAttrValue = SimpleNamespace
 
-    def __init__(self, *names: str, failing: str = "") -> None:
+    def __init__(self, *names: str, failing: str = "", after: int = 0) -> None:
         self.names, self.priorities = names, dict[str, int]()
-        for name in filter(None, [failing]):
-            setattr(self, name, lambda *args: (1, None, None))
+        if failing:
+            answers = iter([getattr(self, failing)] * after)
+            setattr(self, failing, lambda *args: next(answers, lambda *_: (1, None, None))(*args))
 
     def cuGraphGetNodes(self, graph: object, count: int = 0) -> tuple[Any, ...]:  # noqa: N802
         return 0, [*range(len(self.names) + 1)][:count], len(self.names) + 1
@@ -73,3 +77,26 @@ def test_they_stay_as_they_are_where_the_driver_refuses(monkeypatch: pytest.Monk
     driver = Driver(*KERNELS, failing=function)
     assert found(monkeypatch, driver) == 0
     assert driver.priorities == {}
+
+
+def test_those_after_one_that_is_refused_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(*KERNELS, failing="cuGraphKernelNodeSetAttribute", after=1)
+    assert found(monkeypatch, driver) == 1
+    assert driver.priorities == {REDUCE: -5}
+
+
+@pytest.mark.parametrize("processes", [True, False])
+def test_graphs_are_instantiated_after_that_where_processes_communicate(
+    monkeypatch: pytest.MonkeyPatch, processes: bool
+) -> None:
+    done: list[str] = []
+    graph = SimpleNamespace(instantiate=lambda: done.append("instantiated"))
+    pool = cuda_graph.GraphPool.__new__(cuda_graph.GraphPool)
+    pool.handle, pool.failed = None, False
+    monkeypatch.setattr(cuda_graph, "capture", lambda *args, **options: (graph, ()))
+    monkeypatch.setattr(cuda_graph, "fill_by_kernels", lambda *args: done.append("filled"))
+    monkeypatch.setattr(cuda_graph, "communicate_first", lambda captured: done.append("first"))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: processes)
+    pool.capture(list, SimpleNamespace(device="cuda:0"))  # type: ignore[arg-type]
+    assert done == ["filled", *["first"] * processes, "instantiated"]

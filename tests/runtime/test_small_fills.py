@@ -61,6 +61,7 @@ class Driver:
         self.handles: Iterator[int] = iter(range(1, 10_000))
         self.graphs: list[Graph] = []
         self.failing, self.left = failing, at
+        self.with_attributes: list[tuple[str, str]] = []
 
     def __getattribute__(self, name: str) -> Any:
         function = super().__getattribute__(name)
@@ -96,6 +97,10 @@ class Driver:
     def cuGraphAddKernelNode(self, graph: Graph, before: list[int], count: int, does: str) -> tuple[Any, ...]:  # noqa: N802
         assert len(before) == count
         return 0, graph.add(does, *before)
+
+    def cuGraphKernelNodeCopyAttributes(self, node: int, source: int) -> tuple[Any, ...]:  # noqa: N802
+        self.with_attributes.append((self._of(node).nodes[node], self._of(source).nodes[source]))
+        return (0,)
 
     def cuGraphAddDependencies(  # noqa: N802
         self, graph: Graph, ones: list[int], others: list[int], data: None, count: int
@@ -157,9 +162,10 @@ def test_a_kernel_takes_the_place_of_each_small_fill(install: Any) -> None:
     before 2 ─▶ fill 64 of 1 MiB ─▶ after 2        before 2 ─▶ fill 64 of 1 MiB ─▶ after 2
     """
     fills = fill(16), fill(32, 0xFFFFFF01, size=1, width=3), fill(64, width=1 << 18), fill(80, height=2)
-    replaced, edges = drawn(install(Driver()), *fills)
+    replaced, edges = drawn(driver := install(Driver()), *fills)
     kernels = "kernel fills 16 with 0 as <u4", "kernel fills 32 with 1 as |u1", "fill 64 with 0", "fill 80 with 0"
     assert replaced == 2
+    assert sorted(driver.with_attributes) == [(does, does) for does in kernels[:2]]
     assert edges == {
         pair for at, does in enumerate(kernels) for pair in ((f"before {at}", does), (does, f"after {at}"))
     }
@@ -175,6 +181,7 @@ def test_a_kernel_takes_the_place_of_each_small_fill(install: Any) -> None:
         "cuGraphNodeGetDependencies",
         "cuGraphNodeGetDependentNodes",
         "cuGraphAddKernelNode",
+        "cuGraphKernelNodeCopyAttributes",
         "cuGraphAddDependencies",
         "cuGraphDestroyNode",
     ],
