@@ -5,9 +5,9 @@
 
 `alone` is the step without collectives on one GPU, `any_memory` the step without a memory budget, and `all_reduce` are
 its sums by NCCL, 25 MiB at a time, with nothing beside them. Sums are `exposed` while no other kernel runs: the share
-of their time, the median of profiled replays, of the process where it is largest. NCCL's kernel begins by waiting for
-the other processes. How long it does is how much longer it takes than on the process that comes last, and is told
-apart, as `waiting`. What a step takes more than alone, (autostream - alone) / all_reduce, is `added`: sums that are
+of their time, the median of profiled replays, of the process where it is largest. NCCL's kernel runs on each process
+until the last one has come. What it takes longer than there is `waiting`, of the process where that is largest, and no
+part of a sum's time. What a step takes more than alone, (autostream - alone) / all_reduce, is `added`: sums that are
 hidden slow down what runs beside them.
 In a group of one, autostream / alone says what NCCL costs. All processes run each mode equally often, in interleaved
 rounds; a round takes as long as on the slowest of them.
@@ -182,7 +182,7 @@ def row(name: str, modes: Sequence[str], device: torch.device, rounds: int) -> d
         "exposed_us": {mode: round(max(found).exposed_us, 2) for mode, found in sums.items()},
         "exposed": {mode: round(max(found).share, 3) for mode, found in sums.items()},
         "exposed_by_process": {mode: [round(each.share, 3) for each in found] for mode, found in sums.items()},
-        "waiting_us": {mode: [round(each.waiting_us, 2) for each in found] for mode, found in sums.items()},
+        "waiting_us": {mode: round(max(each.waiting_us for each in found), 2) for mode, found in sums.items()},
         "schedules": {mode: _described(report) for mode, report in reports.items()},
         "failed": failed,
     }
@@ -205,7 +205,7 @@ class Sums(NamedTuple):
 
 
 def sums_of(processes: Sequence[Sequence[Sequence[Kernel]]]) -> list[Sums]:
-    """The sums of each process, from the replays of a step on each; none if NCCL has no kernels.
+    """The sums of each process, from the replays of a step on each; none without kernels of NCCL that belong together.
 
     Example:
         >>> early, late = [Kernel(("gemm",), 1, 0.0, 6.0)], [Kernel(("gemm",), 1, 0.0, 8.0)]
@@ -214,14 +214,18 @@ def sums_of(processes: Sequence[Sequence[Sequence[Kernel]]]) -> list[Sums]:
         >>> [(sums.share, sums.us, sums.waiting_us) for sums in sums_of([[early], [late]])]
         [(1.0, 4.0, 4.0), (0.75, 4.0, 0.0)]
     """
+    if len(set(map(len, processes))) > 1:  # the profiler has lost one, and nobody knows which
+        return []
     found: list[list[Sums]] = [[] for _ in processes]
     for replays_of_one_step in zip(*processes, strict=True):
         kernels = [[_interval(each) for each in run if _is_sum(each)] for run in replays_of_one_step]
+        if len(set(map(len, kernels))) > 1:  # it has lost a kernel
+            continue
         shortest = [min(end - start for start, end in each) for each in zip(*kernels, strict=True)]
         for ours, own, run in zip(found, kernels, replays_of_one_step, strict=True):
-            if own:
-                sums = [(end - us, end) for (_, end), us in zip(own, shortest, strict=True)]
-                us, exposed_us = (uncovered_us(sums, hiding) for hiding in ([], _others(run)))
+            sums = [(end - us, end) for (_, end), us in zip(own, shortest, strict=True)]
+            us, exposed_us = (uncovered_us(sums, hiding) for hiding in ([], _others(run)))
+            if us:
                 ours.append(Sums(exposed_us / us, exposed_us, us, uncovered_us(own, []) - us))
     return [Sums(*map(median, zip(*ours, strict=True))) for ours in found if ours]
 
@@ -260,10 +264,21 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         costs = f"{us['autostream'] / us['alone'] - 1:+.1%}" if {"alone", "autostream"} <= us.keys() else ""
         shares = (added_share(us), each.get("exposed", {}).get("autostream"))
         told = ["" if share is None else f"{share:.0%}" for share in shares]
+        waiting_us = each.get("waiting_us", {}).get("autostream")
+        told.append("" if waiting_us is None else f"{waiting_us:,.0f}")
         lines.append([each["workload"], each["batch"], *cells, *over, costs, *told])
     names = [mode.replace("_", " ") for mode in MODES]
     over = [f"over {mode.replace('_', ' ')}" for mode in _OVER]
-    headers = ["workload", "batch", *(f"{name}, µs" for name in names), *over, "over alone", "added", "exposed"]
+    headers = [
+        "workload",
+        "batch",
+        *(f"{name}, µs" for name in names),
+        *over,
+        "over alone",
+        "added",
+        "exposed",
+        "waiting, µs",
+    ]
     aligned = ("left", *["right"] * (len(headers) - 1))
     return tabulate(lines, headers, tablefmt="github", colalign=aligned, disable_numparse=True)
 

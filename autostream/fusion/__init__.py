@@ -34,6 +34,8 @@ kernel_graph.py   _inductor.codegen.wrapper_fxir: WrapperFxCodegen, FxConverter 
 ..                CachingAutotuner.run, ``result`` of a future of it               2.11, 2.13 first launch fails
 combo_kernels.py  _inductor.scheduler.ForeachKernelSchedulerNode:                  2.11, 2.13 no fusion
                   combinable_nodes, group_nodes_for_combo_kernels
+..                nodes of a Scheduler, and of each its group,                     2.11, 2.13 fusing fails
+                  unmet_dependencies and read_writes
 fingerprint.py    _functorch.config.get_config_copy, _inductor.lowering.lowerings  2.11, 2.13 no fusion
 ..                _inductor.codegen.common: custom_backend_passes,                 2.11, 2.13 no fusion
                   custom_backend_codegen_configs

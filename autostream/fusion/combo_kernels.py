@@ -17,13 +17,13 @@ from unittest import mock
 
 from torch._inductor.scheduler import ForeachKernelSchedulerNode
 
-TOGETHER = 16
-"""Kernels in a group. Groups of equal kernels have the same code, which is compiled once; the more of them it has, the
-longer that takes."""
+FEWEST, TOGETHER = 4, 16
+"""Kernels in a group. What reads one of them waits for all, so a few stay apart. Groups of equal kernels have the same
+code, which is compiled once; the more of them it has, the longer that takes."""
 
 
 def scalars_together() -> AbstractContextManager[object]:
-    """Make Inductor form the groups of :func:`groups`, if its setting ``combo_kernels`` is on."""
+    """Make Inductor form the groups of :func:`groups`, not its own, if its setting ``combo_kernels`` is on."""
     return mock.patch.object(ForeachKernelSchedulerNode, "group_nodes_for_combo_kernels", groups)
 
 
@@ -39,4 +39,5 @@ def groups(scheduler: Any) -> list[list[Any]]:
         if sizes == (1, 1) and device.type == "cuda" and not node.unmet_dependencies:
             kind = device, len(node.read_writes.reads), len(node.read_writes.writes)
             kinds.setdefault(kind, []).append(node)
-    return [nodes[at : at + TOGETHER] for nodes in kinds.values() for at in range(0, len(nodes), TOGETHER)]
+    parts = [nodes[at : at + TOGETHER] for nodes in kinds.values() for at in range(0, len(nodes), TOGETHER)]
+    return [part for part in parts if len(part) >= FEWEST]

@@ -21,7 +21,7 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -86,7 +86,7 @@ PREFERRED: Mapping[str, Any] = {
     # All updates of a step read its learning rate. With 64 of them to try for each, as is Inductor's default, that was
     # up to half of the time of fusing, and what was fused was the same.
     "max_fusion_buffer_group_pairwise_attempts": 8,
-    "combo_kernels": True,  # of scalars only, which need no check of the memory that they take
+    "combo_kernels": True,  # for scalars alone, unless the user asks for them; these need no check of their memory
     "combo_kernel_peak_memory_pct_threshold": None,
 }
 """Settings that the user may change, where this version of Inductor has them."""
@@ -244,10 +244,13 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None, tensors: Se
         raise FusionError(f"{reason}; ops stay those of ATen")
     from torch._inductor.async_compile import AsyncCompile
 
+    from autostream.fusion.combo_kernels import scalars_together
+
     options = options or {}
     try:
         AsyncCompile.wakeup()  # starting its worker processes takes seconds; until then this process would compile
-        with with_settings(options), _preserve_rng(program.device):
+        combined = nullcontext() if "combo_kernels" in options else scalars_together()
+        with with_settings(options), _preserve_rng(program.device), combined:
             functional = _functional(program)  # under the user's autocast; the result contains the casts
             random_ops = random_ops_of(functional.graph)
             constants = _freezable(program, functional, tensors) if options.get("freezing") else {}
@@ -405,7 +408,6 @@ def _compiled(module: fx.GraphModule, device: torch.device, constants: Mapping[i
     from torch._inductor.compile_fx import compile_fx_inner, record_original_output_strides
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
-    from autostream.fusion.combo_kernels import scalars_together
     from autostream.fusion.kernel_graph import capture_kernel_graphs
 
     values = arguments_of(module)
@@ -423,7 +425,6 @@ def _compiled(module: fx.GraphModule, device: torch.device, constants: Mapping[i
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(mock.patch.object(mode, "allow_non_fake_inputs", True))  # for constants, like Inductor
         graphs = stack.enter_context(capture_kernel_graphs(device))
-        stack.enter_context(scalars_together())
         module.graph.output_node().meta["user_visible_output_idxs"] = range(len(outputs_of(module)))
         compile_fx_inner(module, values, fx_wrapper=True, is_inference=True, layout_opt=_layout_opt(module))
     (compiled,) = graphs

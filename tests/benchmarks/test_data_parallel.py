@@ -67,10 +67,11 @@ def test_ratios_and_shares_follow_from_times() -> None:
         "batch": 4,
         "us": us,
         "exposed": {"autostream": 0.031},
+        "waiting_us": {"autostream": 12.5},
         "failed": {"ddp_compiled": "no"},
     }
     cells = [cell.strip() for cell in table([row]).splitlines()[2].strip("|").split("|")]
-    assert cells == ["net", "4", "1,000", "1,010", "", "2,020", "failed", "200", "2.00×", "", "+1.0%", "5%", "3%"]
+    assert cells == ["net", "4", "1,000", "1,010", "", "2,020", "failed", "200", "2.00×", "", "+1.0%", "5%", "3%", "12"]
 
 
 def replay(start_us: float, end_us: float, computes_us: float = 6.0) -> list[Kernel]:
@@ -93,9 +94,19 @@ def test_the_median_of_replays_counts() -> None:
     assert sums_of([runs]) == [(0.2, 1.0, 5.0, 0.0)]
 
 
-def test_without_kernels_of_nccl_there_are_no_sums() -> None:
-    assert sums_of([[[Kernel(("gemm",), 1, 0.0, 6.0)]]] * 2) == []
-    assert sums_of([[], []]) == []
+def test_sums_of_a_replay_add_up_and_wait_for_one_another() -> None:
+    """Each process comes last to one of two sums of 4 us, the second of which nothing hides."""
+    first = [*replay(5.0, 9.0, 9.0), *replay(14.0, 28.0)]
+    second = [*replay(1.0, 9.0, 9.0), *replay(24.0, 28.0)]
+    assert sums_of([[first], [second]]) == [(0.5, 4.0, 8.0, 10.0), (0.5, 4.0, 8.0, 4.0)]
+
+
+def test_without_kernels_of_nccl_that_belong_together_there_are_no_sums() -> None:
+    alone = [Kernel(("gemm",), 1, 0.0, 6.0)]
+    assert sums_of([[alone]] * 2) == sums_of([[], []]) == []
+    assert sums_of([[replay(2.0, 7.0)], [replay(2.0, 7.0)] * 2]) == []  # a replay is lost
+    assert sums_of([[replay(2.0, 7.0)], [alone]]) == []  # a kernel is
+    assert sums_of([[replay(2.0, 2.0)]] * 2) == []
 
 
 def test_sums_alone_are_those_of_the_step(capsys: pytest.CaptureFixture[str]) -> None:

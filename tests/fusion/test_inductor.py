@@ -17,15 +17,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._inductor import compile_fx
+from torch._inductor import compile_fx, config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import ForeachKernelSchedulerNode
 from torch._subclasses import FakeTensorMode
 
 from autostream.errors import FusionError, OptionError
 from autostream.frontend.aten import program_of as aten_program_of
 from autostream.fusion import cache as fusion
 from autostream.fusion import fingerprint, inductor, kernel_graph
+from autostream.fusion.combo_kernels import groups
 from autostream.fusion.inductor import NEEDED, check_level, check_settings, fuse, obstacle
 from autostream.ir import Program, Role
 from tests.runtime.programs import Case, case_of
@@ -126,6 +128,23 @@ def test_worker_processes_start_first_and_random_states_are_restored(
     assert fuse(on_gpu).level == "inductor"
     assert triton == ["worker processes start", "work begins"]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("options", [{}, {"combo_kernels": True}, {"combo_kernels": False}])
+def test_kernels_are_combined_as_inductor_does_it_if_the_user_says_so(
+    on_gpu: Program, monkeypatch: pytest.MonkeyPatch, options: dict[str, bool]
+) -> None:
+    """Else those of scalars alone are."""
+
+    def compiled(module: fx.GraphModule, *args: object) -> fx.GraphModule:
+        assert config.combo_kernels is options.get("combo_kernels", True)
+        assert (ForeachKernelSchedulerNode.group_nodes_for_combo_kernels is groups) is (not options)
+        return module
+
+    monkeypatch.setattr(inductor, "_functional", lambda program: program.module)
+    monkeypatch.setattr(inductor, "_compiled", compiled)
+    assert fuse(on_gpu, options).level == "inductor"
+    assert ForeachKernelSchedulerNode.group_nodes_for_combo_kernels is not groups
 
 
 def refusal(program: Program) -> str:
