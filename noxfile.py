@@ -14,7 +14,7 @@ def _install(session: nox.Session, extra: str) -> None:
 def tests(session: nox.Session) -> None:
     """The tests that CI runs."""
     _install(session, "dev")
-    session.run("python", "-m", "pytest", "-n", "2", *session.posargs)
+    session.run("python", "-m", "pytest", "-n", "2", "--dist", "worksteal", *session.posargs)
 
 
 @nox.session(venv_backend="none")
