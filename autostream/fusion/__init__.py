@@ -36,6 +36,11 @@ combo_kernels.py  _inductor.scheduler.ForeachKernelSchedulerNode:               
                   combinable_nodes, group_nodes_for_combo_kernels
 ..                nodes of a Scheduler, and of each its group,                     2.11, 2.13 fusing fails
                   unmet_dependencies and read_writes
+concatenated_     _inductor.ir: ConcatKernel.realize_into,                         2.11, 2.13 no fusion
+products.py       ConcatKernel.can_realize_into_without_copy, NonOwningLayout,
+                  FixedLayout, ReinterpretView, StorageBox, TensorBox
+..                of these their ``data`` and ``layout``; a buffer's origin node;  2.11, 2.13 fusing fails
+                  ``V.graph``: current_node, sizevars
 fingerprint.py    _functorch.config.get_config_copy, _inductor.lowering.lowerings  2.11, 2.13 no fusion
 ..                _inductor.codegen.common: custom_backend_passes,                 2.11, 2.13 no fusion
                   custom_backend_codegen_configs

@@ -104,7 +104,16 @@ NEEDED: Mapping[str, Sequence[str]] = {
     "torch._inductor.graph": ["GraphLowering.decide_layout_opt"],
     "torch._inductor.codecache": ["PyCodeCache.load"],
     "torch._inductor.runtime.cache_dir_utils": ["cache_dir"],
-    "torch._inductor.ir": ["ExternKernelOut"],
+    "torch._inductor.ir": [
+        "ConcatKernel.can_realize_into_without_copy",
+        "ConcatKernel.realize_into",
+        "ExternKernelOut",
+        "FixedLayout",
+        "NonOwningLayout",
+        "ReinterpretView",
+        "StorageBox",
+        "TensorBox",
+    ],
     "torch._inductor.select_algorithm": ["extern_kernels"],
     "torch._inductor.scheduler": [
         "ForeachKernelSchedulerNode.combinable_nodes",
@@ -245,12 +254,13 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None, tensors: Se
     from torch._inductor.async_compile import AsyncCompile
 
     from autostream.fusion.combo_kernels import scalars_together
+    from autostream.fusion.concatenated_products import products_in_place
 
     options = options or {}
     try:
         AsyncCompile.wakeup()  # starting its worker processes takes seconds; until then this process would compile
         combined = nullcontext() if "combo_kernels" in options else scalars_together()
-        with with_settings(options), _preserve_rng(program.device), combined:
+        with with_settings(options), _preserve_rng(program.device), combined, products_in_place():
             functional = _functional(program)  # under the user's autocast; the result contains the casts
             random_ops = random_ops_of(functional.graph)
             constants = _freezable(program, functional, tensors) if options.get("freezing") else {}

@@ -85,6 +85,14 @@ def test_a_group_of_one_trains_as_ddp_in_one_cuda_graph(kernels: str, group: dis
     assert {cost.source for cost in report.costs.values()} == {"measured", "roofline"}
 
 
+def test_gradients_are_written_to_their_bucket(group: dist.ProcessGroup) -> None:
+    """Each of the three weights' products is the last op before the sum."""
+    graph = compared_with_ddp(0, group, "inductor").graph
+    assert graph is not None
+    last = {each.before for each in graph.dependencies if each.after in graph.collectives}
+    assert sum("mm" in graph.ops[name].target for name in last) == 3, last
+
+
 def test_a_step_with_reductions_of_its_own_is_replayed(group: dist.ProcessGroup) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
