@@ -333,7 +333,7 @@ def test_powers_that_adam_corrects_by_are_computed_once_for_each_parameter() -> 
     program = inductor.fuse(program_of(model, AdamW(model.parameters(), lr=1e-3), mse, batch)[0])
     launches = [node for node in program.module.graph.nodes if isinstance(node.target, Kernel)]
     powers = [node for node in launches if "libdevice.pow" in node.target.content]
-    assert len(powers) == len(list(model.parameters()))
+    assert sum(node.target.content.count("libdevice.pow") for node in powers) == 2 * len(list(model.parameters()))
     for node in powers:
         written = [node.args[at].meta["val"] for at in node.target.written]
         assert {tensor.numel() for tensor in written} == {1}
