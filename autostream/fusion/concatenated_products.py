@@ -4,8 +4,8 @@
     kernel ───────────────────────────────────▶ bucket   ─▶   kernel ──▶ bucket
 
 Gradients are reduced over processes in buckets: they are flattened, and concatenated. Inductor gives what is
-concatenated a place in the result where it can, but copies products that are reshaped before: some of them one by one,
-and some together, so that each waits for all. A reshaped product is the same in memory, so it gets its place, too.
+concatenated a place in the result where it can, but copies products that are flattened before: some of them one by one,
+and some together, so that each waits for all. A flat product is the same in memory, so it gets its place, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ALIGNMENT = 16
 
 
 def products_in_place() -> AbstractContextManager[object]:
-    """Make Inductor give a product that is reshaped and then concatenated its place in the result."""
+    """Make Inductor give a product that is flattened and then concatenated its place in the result."""
     usual: Any = ConcatKernel.realize_into.__func__  # type: ignore[attr-defined]
     usually: Any = ConcatKernel.can_realize_into_without_copy.__func__  # type: ignore[attr-defined]
 
@@ -56,20 +56,21 @@ def products_in_place() -> AbstractContextManager[object]:
 
 
 def _product(box: Any) -> Any:
-    """The product that a box holds, if all of it is concatenated by the op that is lowered, and used by nothing else.
+    """The product that a box holds, if the op that is lowered concatenates all of it in one dimension.
 
-    (A collective may write to the concatenation, behind which the product would be gone.)
+    Nothing else may use it: a collective may write to the concatenation later.
     """
     product = box.data if isinstance(box, StorageBox) else None
     if not isinstance(product, ExternKernelOut) or not isinstance(product.layout, FixedLayout):
         return None
     node: fx.Node | None = product.get_origin_node()
-    size = 0 if node is None else node.meta["val"].numel()
+    elements, dimensions = 0 if node is None else node.meta["val"].numel(), 0
     while node is not None and node is not V.graph.current_node:
-        if len(node.users) != 1 or node.meta["val"].numel() != size:
+        if len(node.users) != 1 or node.meta["val"].numel() != elements:
             return None
-        node = next(iter(node.users))
-    return product if node is not None and product.layout.is_contiguous() and product.layout.offset == 0 else None
+        dimensions, node = node.meta["val"].dim(), next(iter(node.users))
+    flat = node is not None and dimensions == 1
+    return product if flat and product.layout.is_contiguous() and product.layout.offset == 0 else None
 
 
 def _is_same_in_memory(product: Any, view: ReinterpretView, target: Any) -> bool:

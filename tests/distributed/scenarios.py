@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import networkx as nx
 import pytest
@@ -929,9 +929,12 @@ def transformer() -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
-def stages_as_the_whole_model(rank: int, processes: int, group: dist.ProcessGroup, *, scheduled: bool = False) -> None:
-    """Loss and gradients of two steps by 1F1B; with ``scheduled``, a stage's forward and backward are in graphs."""
-    from torch.distributed.pipelining import Schedule1F1B, build_stage, pipeline
+def stages_as_the_whole_model(
+    rank: int, processes: int, group: dist.ProcessGroup, *, order: str = "1F1B", scheduled: bool = False
+) -> None:
+    """Loss and gradients of two steps; with ``scheduled``, a stage's forward and backward are in graphs."""
+    from torch.distributed.pipelining import build_stage, pipeline
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
     microbatches, rows = 4, 2
     model, whole = transformer(), transformer()
@@ -939,35 +942,47 @@ def stages_as_the_whole_model(rank: int, processes: int, group: dist.ProcessGrou
     expected = F.mse_loss(whole(x), target)
     expected.backward()
 
-    cut = autostream.split(model, [x[:rows]], processes, device="h200", microbatches=microbatches)
+    kind = get_schedule_class(order)
+    stages = processes if issubclass(kind, PipelineScheduleSingle) else 2 * processes
+    cut = autostream.split(model, [x[:rows]], stages, device="h200", microbatches=microbatches)
     pipe = pipeline(model, (x[:rows],), split_spec=cut.split_spec)
-    module = pipe.get_stage_module(rank)
+    modules = {at: pipe.get_stage_module(at) for at in range(rank, stages, processes)}
     # On a CPU, a schedule with gradients is made for those only who choose a policy.
-    fast = autostream.optimize(module, policy="critical_path") if scheduled else module
-    stage = build_stage(fast, rank, pipe.info(), torch.device("cpu"), group)
-    schedule = Schedule1F1B(stage, microbatches, loss_fn=F.mse_loss)
+    fast = {
+        at: autostream.optimize(each, policy="critical_path") if scheduled else each for at, each in modules.items()
+    }
+    own = [build_stage(each, at, pipe.info(), torch.device("cpu"), group) for at, each in fast.items()]
+    schedule: Any = kind(own if stages > processes else own[0], microbatches, loss_fn=F.mse_loss)  # type: ignore[arg-type]
     losses: list[Tensor] = []
     for _ in range(2):  # the second step replays what the first has captured
-        module.zero_grad()
+        for module in modules.values():
+            module.zero_grad()
         losses.clear()
         last = {"target": target, "losses": losses} if rank == processes - 1 else {}
         schedule.step(*([x] if rank == 0 else []), **last)
         if rank == processes - 1:
             assert abs(torch.stack(losses).mean() - expected) <= 1e-12
         gradients = {name: weight.grad for name, weight in whole.named_parameters()}
-        own = dict(module.named_parameters())
-        assert own
-        for name, weight in own.items():
-            assert weight.grad is not None, name
-            assert (weight.grad - gradients[name]).abs().max() <= 1e-12, name
+        for module in modules.values():
+            weights = dict(module.named_parameters())
+            assert weights
+            for name, weight in weights.items():
+                assert weight.grad is not None, name
+                assert (weight.grad - gradients[name]).abs().max() <= 1e-12, name
     if scheduled:
-        assert isinstance(fast, autostream.OptimizedModule)
-        modes = {report.mode for report in fast.reports}
+        modes = {report.mode for each in fast.values() for report in cast(autostream.OptimizedModule, each).reports}
         assert modes == {"forward and backward"}, modes
 
 
-def scheduled_stages_as_the_whole_model(rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    stages_as_the_whole_model(rank, processes, group, scheduled=True)
+def stages_by_each_schedule(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Two stages in each process where the schedule interleaves them."""
+    for order, scheduled in {
+        "GPipe": False,
+        "1F1B": True,
+        "Interleaved1F1B": False,
+        "InterleavedZeroBubble": True,  # gradients of weights come later than those of inputs
+    }.items():
+        stages_as_the_whole_model(rank, processes, group, order=order, scheduled=scheduled)
 
 
 # Random programs with collectives
@@ -1005,7 +1020,7 @@ def random_programs(rank: int, processes: int, group: dist.ProcessGroup) -> None
             for one, another in zip(found, expected, strict=True):
                 assert isinstance(one, Tensor)
                 torch.testing.assert_close(one, another, msg=lambda text: f"seed {seed}, {name}: {text}")  # noqa: B023
-    assert joined > 30
+    assert joined > 20, joined
 
 
 def _program(random: random.Random, processes: int, groups: list[str]) -> tuple[Any, list[Tensor]]:
@@ -1013,16 +1028,18 @@ def _program(random: random.Random, processes: int, groups: list[str]) -> tuple[
     tape = Tape()
     values = [tape.input(8) for _ in range(3)]
     inputs = [node.meta["val"] for node in values]
-    pending: list[tuple[fx.Node, bool]] = []
+    pending: list[tuple[fx.Node, str]] = []
     taken: dict[fx.Node, int] = {}  # what a pending collective reads must not be written before the wait
 
     def wait(at: int) -> None:
-        reduced, scatters = pending.pop(at)
+        reduced, which = pending.pop(at)
         waited = tape.call(c10d.wait_tensor.default, reduced)
         for source in reduced.all_input_nodes:
             taken[source] -= 1
-        if scatters:  # back to 8 elements
+        if which == "scatter":  # back to 8 elements
             waited = tape.call(aten.cat.default, [waited] * processes)
+        elif which == "gather":
+            waited = tape.call(aten.slice.Tensor, waited, 0, 0, 8)
         values.append(waited)
 
     for _ in range(random.randint(8, 16)):
@@ -1036,17 +1053,22 @@ def _program(random: random.Random, processes: int, groups: list[str]) -> tuple[
             tape.call(aten.mul_.Tensor, one, 0.5)
         elif kind == "collective":
             name = random.choice(groups)
-            which = random.choice(["reduce", "reduce in place", "scatter"])
+            which = random.choice([*["reduce", "reduce in place"] * 2, "scatter", "gather", "exchange"])
             if which == "reduce in place" and not taken.get(one):
                 own = tape.call(aten.clone.default, one)
                 started = tape.call(c10d.all_reduce_.default, own, "sum", name)
             elif which == "scatter":
                 started = tape.call(c10d.reduce_scatter_tensor.default, one, "sum", processes, name)
+            elif which == "gather":
+                started = tape.call(c10d.all_gather_into_tensor.default, one, processes, name)
+            elif which == "exchange":
+                parts = [8 // processes] * processes
+                started = tape.call(c10d.all_to_all_single.default, one, parts, parts, name)
             else:
                 started = tape.call(c10d.all_reduce.default, one, "sum", name)
             for source in started.all_input_nodes:
                 taken[source] = taken.get(source, 0) + 1
-            pending.append((started, which == "scatter"))
+            pending.append((started, which))
         elif kind == "wait" and pending:
             wait(random.randrange(len(pending)))
     while pending:
@@ -1087,7 +1109,7 @@ IN_TWO: dict[str, Scenario] = {
         kernels_that_one_process_cannot_make,
         collectives_in_a_functional_graph,
         sharded_models_run_as_they_are,
-        scheduled_stages_as_the_whole_model,
+        stages_by_each_schedule,
         a_process_dies,
     )
 }
