@@ -119,6 +119,16 @@ def test_a_step_is_the_same_as_if_traced_in_buckets(
         assert shape_of(bucketed) == shape_of(program_of(made)), size
 
 
+@pytest.mark.parametrize(("processes", "reduction"), [(1, "sum"), (2, "avg")])
+def test_an_average_of_one_process_is_a_sum(processes: int, reduction: str) -> None:
+    """Which takes NCCL no kernel, as there is nothing to add."""
+    step, batch = trained(Net())
+    with fake_processes(processes) as group:
+        program = step.over(group).traced(batch, Options()).program
+    (node,) = program.module.graph.find_nodes(op="call_function", target=ALL_REDUCES)
+    assert node.args[2:] == (reduction, 1.0, group.group_name)
+
+
 def test_memory_that_is_addressed_is_that_of_the_average() -> None:
     """An offset counts from the beginning of a storage: of the average's own as written, of its bucket here."""
     net = Net()
