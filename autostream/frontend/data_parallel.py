@@ -49,8 +49,8 @@ class DataParallel:
 
     @property
     def _reduction(self) -> tuple[str, float, str]:
-        # A term is divided before it is added, as DistributedDataParallel does: sums of float16 might overflow. NCCL has
-        # a kernel for the average of one process, and none for its sum.
+        # A term is divided before it is added, as DistributedDataParallel does: sums of float16 might overflow.
+        # NCCL has a kernel for the average of one process, and none for its sum.
         averages = self.averages_itself and self.processes > 1
         return ("avg", 1.0, self.group) if averages else ("sum", 1.0 / self.processes, self.group)
 

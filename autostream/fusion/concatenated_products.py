@@ -11,10 +11,12 @@ and some together, so that each waits for all. A flat product is the same in mem
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 from torch._inductor.ir import (
     ConcatKernel,
     ExternKernelOut,
@@ -25,6 +27,10 @@ from torch._inductor.ir import (
     TensorBox,
 )
 from torch._inductor.virtualized import V
+
+aten = torch.ops.aten
+
+_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 
 _ALIGNMENT = 16
 """Bytes. cuBLAS has slower kernels for results at other addresses."""
@@ -63,14 +69,35 @@ def _product(box: Any) -> Any:
     product = box.data if isinstance(box, StorageBox) else None
     if not isinstance(product, ExternKernelOut) or not isinstance(product.layout, FixedLayout):
         return None
-    node: fx.Node | None = product.get_origin_node()
-    elements, dimensions = 0 if node is None else node.meta["val"].numel(), 0
-    while node is not None and node is not V.graph.current_node:
-        if len(node.users) != 1 or node.meta["val"].numel() != elements:
+    # A lowering that returns the box of its argument, as that of squeeze, makes its own node the origin.
+    node, cat = product.get_origin_node(), V.graph.current_node
+    if node is None or node.target not in _PRODUCTS or not _is_flat(cat) or not _is_aligned(cat):
+        return None
+    elements = node.meta["val"].numel()
+    while node is not cat:
+        value = node.meta.get("val")
+        if len(node.users) != 1 or not isinstance(value, Tensor) or value.numel() != elements:
             return None
-        dimensions, node = node.meta["val"].dim(), next(iter(node.users))
-    flat = node is not None and dimensions == 1
-    return product if flat and product.layout.is_contiguous() and product.layout.offset == 0 else None
+        node = next(iter(node.users))
+    return product if product.layout.is_contiguous() and product.layout.offset == 0 else None
+
+
+def _is_flat(node: fx.Node) -> bool:
+    return node.target is aten.cat.default and node.meta["val"].dim() == 1
+
+
+def _is_aligned(cat: fx.Node) -> bool:
+    """Whether each product is concatenated at a multiple of 16 bytes. Else one kernel copies all, or a few do."""
+    parts: Any = cat.args[0]
+    values = [part.meta["val"] for part in parts]
+    places = accumulate((value.nbytes for value in values), initial=0)
+    return not any(place % _ALIGNMENT and _is_product(part) for part, place in zip(parts, places, strict=False))
+
+
+def _is_product(node: fx.Node) -> bool:
+    while node.target not in _PRODUCTS and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return node.target in _PRODUCTS
 
 
 def _is_same_in_memory(product: Any, view: ReinterpretView, target: Any) -> bool:
@@ -83,5 +110,4 @@ def _is_same_in_memory(product: Any, view: ReinterpretView, target: Any) -> bool
         and view.layout.is_contiguous()
         and place.is_contiguous()
         and sizes.statically_known_list_equals(list(view.layout.size), list(place.size))
-        and sizes.statically_known_multiple_of(place.offset * place.dtype.itemsize, _ALIGNMENT)
     )

@@ -119,6 +119,14 @@ def test_a_step_is_the_same_as_if_traced_in_buckets(
         assert shape_of(bucketed) == shape_of(program_of(made)), size
 
 
+def test_tensors_of_odd_sizes_come_last_in_their_bucket() -> None:
+    tensors = [torch.full((size,), float(size)) for size in (8, 3, 12, 5, 4)]
+    with fake_processes(2) as group:
+        found = all_reduces.all_reduced(tensors, tensors, "sum", 1.0, group.group_name, [(1, 3, 0), (2, 4)])
+    assert [each.tolist() for each in found] == [each.tolist() for each in tensors]  # nothing adds to them
+    assert [each.storage_offset() for each in found] == [0, 8, 0, 11, 12]
+
+
 @pytest.mark.parametrize(("processes", "reduction"), [(1, "sum"), (2, "avg")])
 def test_an_average_of_one_process_is_a_sum(processes: int, reduction: str) -> None:
     """Which takes NCCL no kernel, as there is nothing to add."""

@@ -83,6 +83,15 @@ def first_is_read_later(x: Tensor, y: Tensor) -> Tensor:
     return result.mul_(2).sum() + product.sum()
 
 
+def first_is_read_later_without_a_view(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    product = x @ y
+    return torch.cat([product.squeeze(0).view(-1), (x @ y).view(-1)]).mul_(2), product + 1
+
+
+def one_half_of_the_first(x: Tensor, y: Tensor) -> Tensor:
+    return torch.cat([(x @ y).chunk(2)[0].reshape(-1), (x @ y).view(-1)])
+
+
 def a_part_of_the_first(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat([(x @ y)[:4].view(-1), (x @ y).view(-1)])
 
@@ -104,6 +113,8 @@ def first_is_changed(x: Tensor, y: Tensor) -> Tensor:
     [
         (first_is_returned, COUNT),
         (first_is_read_later, COUNT),
+        (first_is_read_later_without_a_view, COUNT),
+        (one_half_of_the_first, COUNT // 2),
         (a_part_of_the_first, COUNT // 2),
         (first_is_transposed, COUNT),
         (first_is_of_another_type, COUNT),
@@ -124,19 +135,20 @@ def test_a_product_that_is_there_twice_is_copied_once() -> None:
     assert places(program, X, Y) == [0, 2 * COUNT]
 
 
-def test_a_product_has_a_place_that_is_a_multiple_of_16_bytes() -> None:
-    """CuBLAS is slower elsewhere::
+def test_all_products_have_places_at_multiples_of_16_bytes_or_none_has() -> None:
+    """Elsewhere cuBLAS is slower, and Inductor copies all that it copies at once::
 
     x @ y ─┐                    x @ y ─┐
-    3 of 8 ┼▶ cat: a copy       4 of 8 ┼▶ cat: in place
+    3 of 8 ┼▶ cat: copies       4 of 8 ┼▶ cat: in place
     x @ y ─┘                    x @ y ─┘
     """
 
     def program(x: Tensor, y: Tensor, other: Tensor) -> Tensor:
         return torch.cat([(x @ y).view(-1), other, (x @ y).view(-1)])
 
-    for count, second in ((3, None), (4, COUNT + 4)):
-        assert places(program, X, Y, torch.ones(count, dtype=torch.float64)) == [0, second]
+    for count, expected in ((3, [None, None]), (4, [0, COUNT + 4])):
+        assert places(program, X, Y, torch.ones(count, dtype=torch.float64)) == expected
+    assert places(lambda x, y, other: torch.cat([(x @ y).view(-1), other]), X, Y, torch.ones(3)) == [0]
 
 
 def test_rows_and_columns_of_two_dimensions_are_concatenated_as_before() -> None:
