@@ -56,7 +56,7 @@ def main() -> None:
     rows = MICROBATCHES * ROWS
     x, target, losses = torch.randn(rows, TIME, WIDTH), torch.randn(rows, TIME, WIDTH), list[Tensor]()
     times_s = []
-    for _ in range(10):
+    for _ in range(5):
         dist.barrier()
         start = time.perf_counter()
         schedule.step(*([x] if rank == 0 else []), target=target if rank == world - 1 else None, losses=losses)
