@@ -56,6 +56,9 @@ torch.library.register_fake("autostream::all_reduces", _empty)
 
 ALL_REDUCES = torch.ops.autostream.all_reduces.default
 
+ALIGNMENT = 16
+"""Bytes. cuBLAS has slower kernels for results at addresses that are no multiples of it."""
+
 
 def all_reduced(
     tensors: Sequence[Tensor],
@@ -77,8 +80,8 @@ def all_reduced(
     """
     started = []
     for positions in filled or buckets(like):
-        # Those of odd sizes come last, so that the others lie at multiples of 16 bytes, where kernels are faster.
-        bucket = sorted(positions, key=lambda at: tensors[at].nbytes % 16 != 0)
+        # Those of odd sizes come last, so that all others are aligned.
+        bucket = sorted(positions, key=lambda at: tensors[at].nbytes % ALIGNMENT != 0)
         whole = torch.cat([_flat(tensors[at], like[at]) for at in bucket])
         if scale != 1.0:
             whole.mul_(scale)

@@ -28,27 +28,26 @@ from torch._inductor.ir import (
 )
 from torch._inductor.virtualized import V
 
+from autostream.frontend.all_reduces import ALIGNMENT
+
 aten = torch.ops.aten
 
 _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 
-_ALIGNMENT = 16
-"""Bytes. cuBLAS has slower kernels for results at other addresses."""
-
 
 def products_in_place() -> AbstractContextManager[object]:
     """Make Inductor give a product that is flattened and then concatenated its place in the result."""
-    usual: Any = ConcatKernel.realize_into.__func__  # type: ignore[attr-defined]
-    usually: Any = ConcatKernel.can_realize_into_without_copy.__func__  # type: ignore[attr-defined]
+    realize: Any = ConcatKernel.realize_into.__func__  # type: ignore[attr-defined]
+    can_realize: Any = ConcatKernel.can_realize_into_without_copy.__func__  # type: ignore[attr-defined]
 
     def can_realize_into_without_copy(cls: type[ConcatKernel], source: Any, target: Any = None) -> bool:
-        return usually(cls, source, target) or (target is None and _product(source) is not None)
+        return can_realize(cls, source, target) or (target is None and _product(source) is not None)
 
     def realize_into(cls: type[ConcatKernel], source: Any, target: Any) -> Any:
         view: Any = source.data if isinstance(source, TensorBox) else source
         product = _product(view.data) if isinstance(view, ReinterpretView) else None
         if product is None or not _is_same_in_memory(product, view, target):
-            return usual(cls, source, target)
+            return realize(cls, source, target)
         layout = product.layout
         there = FixedLayout(layout.device, layout.dtype, layout.size, layout.stride, target.layout.offset)
         product.layout = NonOwningLayout(ReinterpretView(data=target.data, layout=there))
@@ -87,13 +86,13 @@ def _is_flat(node: fx.Node) -> bool:
 
 
 def _is_aligned(cat: fx.Node) -> bool:
-    """Whether each product is concatenated at a multiple of 16 bytes. Else one kernel copies all, or a few do."""
+    """Whether all products have aligned places. Else Inductor copies all parts, in one kernel or a few."""
     parts: Any = cat.args[0]
     sizes = [part.meta["val"].numel() * part.meta["val"].itemsize for part in parts]
     if not all(isinstance(size, int) for size in sizes):  # some depend on data
         return False
     places = accumulate(sizes, initial=0)
-    return not any(place % _ALIGNMENT and _is_product(part) for part, place in zip(parts, places, strict=False))
+    return not any(place % ALIGNMENT and _is_product(part) for part, place in zip(parts, places, strict=False))
 
 
 def _is_product(node: fx.Node) -> bool:

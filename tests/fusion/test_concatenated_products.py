@@ -83,7 +83,7 @@ def first_is_read_later(x: Tensor, y: Tensor) -> Tensor:
     return result.mul_(2).sum() + product.sum()
 
 
-def first_is_read_later_without_a_view(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def first_is_squeezed_and_read_later(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     product = x @ y
     return torch.cat([product.squeeze(0).view(-1), (x @ y).view(-1)]).mul_(2), product + 1
 
@@ -113,7 +113,7 @@ def first_is_changed(x: Tensor, y: Tensor) -> Tensor:
     [
         (first_is_returned, COUNT),
         (first_is_read_later, COUNT),
-        (first_is_read_later_without_a_view, COUNT),
+        (first_is_squeezed_and_read_later, COUNT),
         (one_half_of_the_first, COUNT // 2),
         (a_part_of_the_first, COUNT // 2),
         (first_is_transposed, COUNT),

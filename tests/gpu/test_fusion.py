@@ -348,4 +348,4 @@ def test_the_counters_of_a_step_share_kernels() -> None:
     x, y = torch.randn(8, 16, device="cuda"), torch.randn(8, 16, device="cuda")
     (ours, few), (theirs, many) = trained(), trained(combo_kernels=False)
     assert many - few == 30 - 2 + 10 - 1
-    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-3, atol=1e-4)  # a count off by one: 1e-3
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-3, atol=1e-4)
