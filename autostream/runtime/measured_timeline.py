@@ -8,7 +8,8 @@ The profile of a replay has neither the op of a kernel nor the stream that was c
 are the kernels that each op launches, the order of ops on each stream, and their waits. So a kernel belongs to an op
 that is next on its stream, has no wait left, and launches a kernel of this name and grid next. Where several ops match
 (equal branches), a stream whose last kernel ran in the same queue is preferred, then the op launched first. Such
-kernels are equal, so a wrong choice swaps similar times.
+kernels are equal, so a wrong choice swaps similar times. Small fills of memory are kernels in a graph
+(``runtime/small_fills.py``), and none op by op.
 
 Times are from CUPTI, read from the trace file that ``torch.profiler`` writes.
 """
@@ -38,6 +39,9 @@ REPLAYS = 5
 _SPAN = "autostream op "
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _ON_HOST = ("cuda_runtime", "cuda_driver")
+
+_FILL, _FILLING = "Memset", "FillFunctor"
+"""In the names of fills of memory that are no kernels, and of those that are."""
 
 Event = Mapping[str, Any]
 """An entry of a trace file."""
@@ -270,7 +274,7 @@ class _Progress:
 
     def assign(self, kernel: Kernel) -> None:
         """Assign the next kernel that ran to an op."""
-        matching = [launch for launch in self.ready() if self.next(launch.op) == kernel.key]
+        matching = [launch for launch in self.ready() if _is(kernel.key, self.next(launch.op))]
         if not matching:
             raise Unmatched(f"no op whose turn it is launches {kernel.key[0]}, which ran {len(self.done) - 1} ops in")
         best = min(
@@ -296,6 +300,11 @@ class _Progress:
 
     def _has_no_wait(self, launch: Launch) -> bool:
         return self.done.issuperset(launch.waits)
+
+
+def _is(ran: Key, launched: Key | None) -> bool:
+    """Whether a kernel of a replay is the one that an op launches, or fills memory in its place."""
+    return ran == launched or bool(launched and _FILL in str(launched[0]) and _FILLING in str(ran[0]))
 
 
 def _slices(schedule: Schedule, ran: Mapping[str, Sequence[Kernel]]) -> Iterator[Slice]:

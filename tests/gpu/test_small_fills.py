@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autostream
+from autostream.dispatch.dispatcher import Dispatcher
+from autostream.options import Options
 from autostream.runtime.capture import capture
 from autostream.runtime.graph_nodes import nodes_of
 from autostream.runtime.small_fills import fill_by_kernels
@@ -108,3 +110,14 @@ def test_an_optimized_model_has_no_small_fill(monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(autostream.optimize(model)(x), model(x))
     assert counted
     assert all(replaced > 0 and left == 0 for replaced, left in counted), counted
+
+
+def test_a_replay_with_small_fills_is_mapped_back_to_its_ops() -> None:
+    """Op by op they are fills, and kernels in the graph."""
+    model, x = Attention().to(GPU, torch.bfloat16).eval(), torch.randn(8, 128, 256, dtype=torch.bfloat16, device=GPU)
+    with torch.inference_mode():
+        report = Dispatcher(model, Options()).watched(x)
+    assert report is not None
+    assert report.graph is not None
+    assert report.measured is not None, report.refusals
+    assert report.measured.starts.keys() == report.graph.ops.keys()

@@ -70,6 +70,16 @@ def test_an_op_that_launches_nothing_takes_no_time() -> None:
     assert times(FORKED, launched, kernels) == {"a": (0, 2), "b": (2, 2), "c": (0, 0), "d": (3, 5)}
 
 
+def test_a_fill_of_memory_may_be_a_kernel_of_the_graph() -> None:
+    """Convolutions and attention fill a few bytes before they start. A fill by another name is none of theirs."""
+    schedule = Schedule("by hand", 1, (Launch("conv", 0),))
+    launched: Mapping[str, Sequence[Key]] = {"conv": [("Memset (Device)", (), (), 4), ("conv",)]}
+    fill = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<unsigned int> >"
+    assert times(schedule, launched, ran((fill, 1, 2, 3), ("conv", 1, 4, 9))) == {"conv": (0, 7)}
+    with pytest.raises(Unmatched, match="launches relu"):
+        match(schedule, launched, ran(("relu", 1, 2, 3), ("conv", 1, 4, 9)))
+
+
 @pytest.mark.parametrize(
     ("kernels", "message"),
     [
