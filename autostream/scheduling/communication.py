@@ -10,7 +10,8 @@ its result. (NCCL runs its kernels on a stream of its own anyway; the stream tha
 When a collective ends depends on other processes, and on what runs beside it, so it may be late. What follows it waits,
 and so does all that comes later on the same stream: on two H200s, a backward of ResNet-50 waited 120 µs for updates
 that were launched before it. So ops that follow collectives come last on each stream, unless there is no memory for
-what they would release. In a group of one process none is late: what follows is like any other op.
+what they would release. In a group of one process none is late, but updates have time, and a backward has not: steps
+of six encoder layers with 13 buckets took 1,246 µs on an H200, and 1,272 if updates came like any other op.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def placed_apart(graph: OpGraph, streams: int, pinned: Set[str]) -> tuple[frozen
 
 
 def followers(graph: OpGraph) -> frozenset[str]:
-    """The ops that need a collective of several processes and that none needs: updates of parameters, as a rule.
+    """The ops that need a collective and that none needs: updates of parameters, as a rule.
 
     Example:
         The reduction of a product's result is used by an update; another product is not:
@@ -45,9 +46,8 @@ def followers(graph: OpGraph) -> frozenset[str]:
     """
     names, needing, needed = list(graph.ops), set[int](), set[int]()
     communicating = {at for at, name in enumerate(names) if name in graph.collectives}
-    waiting = {at for at in communicating if graph.ops[names[at]].processes > 1}
     for at in range(len(names)):
-        if any(before in needing or before in waiting for before in graph.predecessors[at]):
+        if any(before in needing or before in communicating for before in graph.predecessors[at]):
             needing.add(at)
     for at in reversed(range(len(names))):
         if any(after in needed or after in communicating for after in graph.successors[at]):

@@ -23,10 +23,10 @@ from autostream.tuning.pricing import link_between
 H200 = profile_named("h200")
 
 
-def traced_step(layers: int, features: int) -> TracedStep:
+def traced_step(layers: int, features: int, group: dist.ProcessGroup | None = None) -> TracedStep:
     model = nn.Sequential(*(nn.Linear(features, features, bias=False) for _ in range(layers)))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = autostream.train_step(model, sgd, nn.MSELoss(), data_parallel=dist.group.WORLD)
+    step = autostream.train_step(model, sgd, nn.MSELoss(), data_parallel=group or dist.group.WORLD)
     return step.traced((torch.ones(256, features), torch.ones(256, features)), Options(), H200)
 
 
@@ -116,3 +116,15 @@ def test_processes_on_several_machines_have_a_network_between_their_gpus(
     """Of CPUs nothing is known, on one machine or on several."""
     found = link_between(machines, device, H200)
     assert (found and found.name) == link
+
+
+@pytest.mark.usefixtures("traced")
+def test_in_a_group_of_one_no_gradient_waits_for_a_large_one() -> None:
+    """12 gradients of 4 MiB; of 64 KiB, some are together. The report says why."""
+    group = dist.new_group([0])
+    assert chosen(traced_step(12, 1024, group), Options(), SLOW_TO_START) == [1] * 12
+    step = traced_step(32, 128, group)
+    assert 1 < len(chosen(step, Options(), SLOW_TO_START)) < 32
+    _, report = step.plan(Options(), H200)
+    (reason,) = (refusal.reason for refusal in report.refusals if refusal.choice == "buckets")
+    assert "a group of one process waits for none" in reason
