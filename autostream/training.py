@@ -32,14 +32,13 @@ from autostream.dispatch.step_graphs import Done, StepGraphs
 from autostream.dispatch.steps import Step, graphs_of
 from autostream.errors import TargetError, TraceError
 from autostream.frontend.averages import differing_buffers
-from autostream.frontend.data_parallel import DataParallel, data_parallel_of, share
+from autostream.frontend.data_parallel import DataParallel, data_parallel_of, replicas, share
 from autostream.frontend.dynamo import graph_break
 from autostream.frontend.losses import Loss
 from autostream.frontend.model_proxy import proxy_of
 from autostream.frontend.modules import name_of
 from autostream.frontend.optimizers import TRACED, note_step, obstacle, takes_closure
 from autostream.frontend.parameters import parameters_of, stateless
-from autostream.frontend.replicas import replica_of, replicas
 from autostream.frontend.training_steps import Gradients
 from autostream.frontend.tree import map_tensors
 from autostream.ir import Decision, DeviceProfile
@@ -130,9 +129,6 @@ def train_step(
         hint = ": make one" if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module) else ""
         raise TargetError(f"train_step takes a function loss_fn(model, *batch), not {loss_fn!r}{hint}")
     chosen = StepOptions.parse(options)
-    if chosen.data_parallel is False and not takes_closure(optimizer) and (replica := replica_of(model)):
-        average = replica_of(chosen.average) or chosen.average
-        model, chosen = replica, replace(chosen, data_parallel=replica.process_group, average=average)
     if chosen.average is not None and not _is_copy(chosen.average, model):
         raise TargetError("average has to be a copy of the model with tensors of its own: use copy.deepcopy(model)")
     check_requirements(chosen)

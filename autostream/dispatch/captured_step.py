@@ -20,11 +20,11 @@ from autostream.dispatch.step_calls import Call, Refusal, WrittenStep, call_of, 
 from autostream.errors import AutostreamError, TargetError, TraceError, first_line
 from autostream.frontend.batches import detached
 from autostream.frontend.capture import Capture
+from autostream.frontend.data_parallel import replicas
 from autostream.frontend.eager_only import unusual_model
 from autostream.frontend.guards import FailedGuard
 from autostream.frontend.inputs import aliases_of, described
 from autostream.frontend.reduction_buckets import gathered, in_buckets
-from autostream.frontend.replicas import replicas, unusual_replica
 from autostream.frontend.step_capture import capture_step
 from autostream.frontend.steps import Traced, trace_step
 from autostream.ir import DeviceProfile, Program, Role
@@ -123,11 +123,10 @@ def trace(step: WrittenStep, call: Call, device: str | None = None) -> tuple[Cap
 
 
 def _uncapturable(modules: nn.Module) -> str:
-    if wrapped := replicas(modules):
-        unusual = unusual_replica(wrapped[0])
+    if replicas(modules):
         return (
-            f"DistributedDataParallel averages gradients by hooks{unusual and ', with '}{unusual}, which a graph would "
-            "not call: give the model itself, and data_parallel=process_group"
+            "DistributedDataParallel averages gradients by hooks, which a graph would not call: give the model itself, "
+            "and data_parallel=process_group"
         )
     return unusual_model(modules)
 

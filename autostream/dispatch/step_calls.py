@@ -21,13 +21,12 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdRef
 
 from autostream.errors import TargetError, TraceError
-from autostream.frontend.data_parallel import DataParallel
+from autostream.frontend.data_parallel import DataParallel, replicas
 from autostream.frontend.eager_only import anomaly_detection, unusual_call, unusual_tensor
 from autostream.frontend.guards import FailedGuard
 from autostream.frontend.inputs import aliases_of
 from autostream.frontend.optimizers import Hyperparameters, groups_of, obstacle
 from autostream.frontend.parameters import have_hooks, have_no_gradients, parameters_of, state_of
-from autostream.frontend.replicas import replicas
 from autostream.frontend.saved_tensors import hooks_are_set
 from autostream.frontend.settings import numerics
 from autostream.frontend.step_capture import Body

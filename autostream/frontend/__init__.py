@@ -78,7 +78,6 @@ File                   Interface                                          Where 
 ``steps.py``           ``pop_dynamic_layer_stack`` of functorch           no fallback
 ``submodules.py``      ``nn_module_stack``: ids of modules                no cut points: models cannot be split
 ``pipelining.py``      ``_schedule_visualizer.get_schedule_ops``          GPipe and 1F1B only, whose order is known
-``replicas.py``        ``DDP._comm_hooks``, ``_join_config`` and others   such a model's step runs as it is written
 ``fake_processes.py``  ``torch.testing._internal.distributed.fake_pg``    ``--world`` is refused
 ..                     ``torch.ops._c10d_functional``                     no fallback
 ``parameters.py``      ``Tensor._backward_hooks`` and its like            no fallback

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from autostream.errors import TargetError
 from autostream.frontend.all_reduces import ALL_REDUCES, all_reduced
@@ -92,6 +92,11 @@ def data_parallel_of(group: object) -> DataParallel | None:
             "torch.distributed.init_process_group and give torch.distributed.group.WORLD"
         )
     return DataParallel(group.group_name, group.size(), averages_itself=dist.get_backend(group) in _AVERAGING)
+
+
+def replicas(modules: nn.Module) -> list[nn.Module]:
+    """The parts of a model that are in ``DistributedDataParallel``."""
+    return [part for part in modules.modules() if isinstance(part, nn.parallel.DistributedDataParallel)]
 
 
 def share(group: dist.ProcessGroup, tensors: Iterable[Tensor]) -> None:

@@ -328,37 +328,6 @@ def _squares(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Tensor],
     return update
 
 
-def trains_a_model_in_ddp(rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    """Its own loss is given the model as it is. Statistics are those of the first process in all, as in DDP."""
-
-    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(model(x), y) + model.module[0].weight.square().sum()  # type: ignore[index, union-attr]
-
-    for number, loss_fn in enumerate((nn.MSELoss(), loss_of)):
-        torch.manual_seed(0)
-        layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)).double()
-        ddp, other = (DistributedDataParallel(copy.deepcopy(layers), process_group=group) for _ in range(2))
-        sgds = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (ddp, other)]
-        step = autostream.train_step(ddp, sgds[0], loss_fn, **STREAMED)
-        for x, y in batches(rank, 4):
-            sgds[1].zero_grad()
-            loss = loss_of(other, x[:, 0, 0], y) if number else F.mse_loss(other(x[:, 0, 0]), y)
-            loss.backward()
-            sgds[1].step()
-            torch.testing.assert_close(step(x[:, 0, 0], y), loss.detach(), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(ddp.state_dict(), other.state_dict(), rtol=1e-12, atol=1e-12)
-        (report,) = step.reports
-        assert report.graph is not None, report.refusals
-        assert len(report.graph.collectives) == 3  # gradients, statistics and counts
-        with ddp.no_sync(), pytest.raises(TargetError, match=r"call it outside of no_sync\(\)"):
-            step(x[:2, 0, 0], y[:2])
-        sgds[1].zero_grad()
-        other(x[:, 0, 0]).square().mean().backward()
-        ddp(x[:, 0, 0]).square().mean().backward()  # its own calls average by hooks, as ever
-        for one, another in zip(ddp.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, another.grad, rtol=1e-12, atol=1e-12)
-
-
 def ddp_inside_runs_as_written(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """A step with DistributedDataParallel in it, seen or hidden, is eager, and right."""
 
@@ -1122,7 +1091,6 @@ IN_TWO: dict[str, Scenario] = {
         reductions_of_the_user,
         reductions_that_one_process_cannot_join,
         reductions_that_are_joined_otherwise_elsewhere,
-        trains_a_model_in_ddp,
         ddp_inside_runs_as_written,
         what_data_parallel_does_not_take,
         gradients_that_no_backward_computed,
