@@ -8,6 +8,8 @@
     all-to-all                 n - 1      (n - 1)/n
     broadcast, other           n - 1      1
 
+In a group of one process no all-reduce runs, in place; what else it has is a copy, which takes the start.
+
 The message is the larger of what a process gives and gets. The shares are those of the ring algorithms (Patarasuk &
 Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"; the "bus bandwidth" of nccl-tests).
 """
@@ -24,7 +26,7 @@ many were seen for all-reduces of 2 to 27 MB on two H100s."""
 
 
 def collective_us(op: Op, interconnect: Interconnect) -> float:
-    """How long a collective takes, µs; in a group of one a copy, as nothing crosses a link.
+    """How long a collective takes, µs.
 
     Example:
         One MiB over 4 processes: 6 hops, and 1.5 times the message over each link.
@@ -45,7 +47,7 @@ def collective_us(op: Op, interconnect: Interconnect) -> float:
 
 
 def all_reduce_us(size: int, processes: int, interconnect: Interconnect) -> float:
-    """How long an all-reduce of so many bytes of each process takes, µs; in a group of one none runs."""
+    """How long an all-reduce of so many bytes of each process takes, µs."""
     if processes == 1:
         return 0.0
     others = processes - 1

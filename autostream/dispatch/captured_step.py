@@ -125,8 +125,8 @@ def trace(step: WrittenStep, call: Call, device: str | None = None) -> tuple[Cap
 def _uncapturable(modules: nn.Module) -> str:
     if replicas(modules):
         return (
-            "DistributedDataParallel averages gradients by hooks, which a graph would not call: give the model itself, "
-            "and data_parallel=process_group"
+            "DistributedDataParallel averages gradients by hooks, which a graph would not call: give its .module, and "
+            "data_parallel=process_group"
         )
     return unusual_model(modules)
 

@@ -9,7 +9,7 @@ its first projection. All is estimated for ATen's ops, before these are fused. F
 so the time of the whole step says little of what ends it; the time from the last gradient on is compared.
 
 In a group of one process no all-reduce runs. A bucket only makes what uses a gradient wait for the others, so buckets
-are small.
+are small there.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ def best_buckets(
 
     best = tuple(_filled(each, times, link) for each, times in zip(sums, ready, strict=True))
     if all(processes_in(each.group) == 1 for each in sums):
-        reason = f"{_described(best, sums)}: a group of one process waits for none, so each gradient is used early"
+        why = "no all-reduce runs in a group of one process, and updates wait for their bucket"
+        reason = f"{_described(best, sums)}, as {why}"
         return best, (Decision("", "buckets", reason),)
     by_size = tuple(tuple(buckets(each.like)) for each in sums)
     if cost_us(best) >= cost_us(by_size) - _MARGIN * step_us:
