@@ -33,9 +33,10 @@ kernel_graph.py   _inductor.codegen.wrapper_fxir: WrapperFxCodegen, FxConverter 
                   ws_ptr, sem_ptr, arg
 ..                CachingAutotuner.run, ``result`` of a future of it               2.11, 2.13 first launch fails
 combo_kernels.py  _inductor.scheduler.ForeachKernelSchedulerNode:                  2.11, 2.13 no fusion
-                  combinable_nodes, group_nodes_for_combo_kernels
-..                nodes of a Scheduler, and of each its group,                     2.11, 2.13 fusing fails
-                  unmet_dependencies and read_writes
+                  combinable_nodes, group_nodes_for_combo_kernels, OutputNode
+..                of a Scheduler its nodes, name_to_buf, name_to_fused_node; of    2.11, 2.13 fusing fails
+                  each node its group, unmet_dependencies, read_writes,
+                  ancestors, operations and outputs; of these the users
 concatenated_     _inductor.ir: ConcatKernel.realize_into,                         2.11, 2.13 no fusion
 products.py       ConcatKernel.can_realize_into_without_copy, NonOwningLayout,
                   FixedLayout, ReinterpretView, StorageBox, TensorBox

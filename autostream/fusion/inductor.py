@@ -86,7 +86,7 @@ PREFERRED: Mapping[str, Any] = {
     # All updates of a step read its learning rate. With 64 of them to try for each, as is Inductor's default, that was
     # up to half of the time of fusing, and what was fused was the same.
     "max_fusion_buffer_group_pairwise_attempts": 8,
-    "combo_kernels": True,  # for scalars alone, unless the user asks for them; these need no check of their memory
+    "combo_kernels": True,  # for small kernels alone, unless the user asks for all; these need no check of memory
     "combo_kernel_peak_memory_pct_threshold": None,
 }
 """Settings that the user may change, where this version of Inductor has them."""
@@ -118,6 +118,7 @@ NEEDED: Mapping[str, Sequence[str]] = {
     "torch._inductor.scheduler": [
         "ForeachKernelSchedulerNode.combinable_nodes",
         "ForeachKernelSchedulerNode.group_nodes_for_combo_kernels",
+        "OutputNode",
     ],
     "torch._inductor.utils": ["LineContext"],
     "torch._inductor.virtualized": ["V"],
@@ -253,13 +254,13 @@ def fuse(program: Program, options: Mapping[str, Any] | None = None, tensors: Se
         raise FusionError(f"{reason}; ops stay those of ATen")
     from torch._inductor.async_compile import AsyncCompile
 
-    from autostream.fusion.combo_kernels import scalars_together
+    from autostream.fusion.combo_kernels import small_together
     from autostream.fusion.concatenated_products import products_in_place
 
     options = options or {}
     try:
         AsyncCompile.wakeup()  # starting its worker processes takes seconds; until then this process would compile
-        combined = nullcontext() if "combo_kernels" in options else scalars_together()
+        combined = nullcontext() if "combo_kernels" in options else small_together()
         with with_settings(options), _preserve_rng(program.device), combined, products_in_place():
             functional = _functional(program)  # under the user's autocast; the result contains the casts
             random_ops = random_ops_of(functional.graph)

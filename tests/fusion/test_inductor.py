@@ -134,7 +134,7 @@ def test_worker_processes_start_first_and_random_states_are_restored(
 def test_kernels_are_combined_as_inductor_does_it_if_the_user_says_so(
     on_gpu: Program, monkeypatch: pytest.MonkeyPatch, options: dict[str, bool]
 ) -> None:
-    """Else those of scalars alone are."""
+    """Else small ones alone are."""
 
     def compiled(module: fx.GraphModule, *args: object) -> fx.GraphModule:
         assert config.combo_kernels is options.get("combo_kernels", True)

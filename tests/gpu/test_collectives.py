@@ -50,13 +50,13 @@ def mlp() -> nn.Module:
 LEVELS = {"eager": "aten", "inductor": "inductor"}
 
 
-def compared_with_ddp(rank: int, group: dist.ProcessGroup, kernels: str) -> Report:
+def compared_with_ddp(rank: int, group: dist.ProcessGroup, kernels: str, **inductor_options: Any) -> Report:
     """Ten steps with clipping in one CUDA graph, beside DistributedDataParallel; their report. One bucket is best."""
     torch.manual_seed(0)
     model = mlp()
     other = DistributedDataParallel(copy.deepcopy(model), device_ids=[rank], process_group=group)
     sgds = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (model, other)]
-    options: dict[str, Any] = {"max_norm": 1.0, "kernels": kernels, **STREAMED}
+    options: dict[str, Any] = {"max_norm": 1.0, "kernels": kernels, "inductor_options": inductor_options, **STREAMED}
     step = autostream.train_step(model, sgds[0], nn.MSELoss(), data_parallel=group, **options)
     generator = torch.Generator("cuda").manual_seed(rank)
     for _ in range(10):
@@ -91,6 +91,13 @@ def test_gradients_are_written_to_their_bucket(group: dist.ProcessGroup) -> None
     assert graph is not None
     last = {each.before for each in graph.dependencies if each.after in graph.collectives}
     assert sum(graph.ops[name].target == "aten.mm.out" for name in last) == 3, last
+
+
+def test_small_updates_that_wait_for_the_same_share_a_kernel(group: dist.ProcessGroup) -> None:
+    """All but that of the large one of six parameters."""
+    graphs = [compared_with_ddp(0, group, "inductor", **off).graph for off in ({}, {"combo_kernels": False})]
+    few, many = (len(graph.ops) for graph in graphs if graph)
+    assert many - few == 5 - 1
 
 
 def test_a_step_with_reductions_of_its_own_is_replayed(group: dist.ProcessGroup) -> None:
