@@ -7,9 +7,10 @@
 The profile of a replay has neither the op of a kernel nor the stream that was captured: it names hardware queues. Known
 are the kernels that each op launches, the order of ops on each stream, and their waits. So a kernel belongs to an op
 that is next on its stream, has no wait left, and launches a kernel of this name and grid next. Where several ops match
-(equal branches), a stream whose last kernel ran in the same queue is preferred, then the op launched first. Such
-kernels are equal, so a wrong choice swaps similar times. Small fills of memory are kernels in a graph
-(``runtime/small_fills.py``), and none op by op.
+(equal branches), a stream whose last kernel ran in the same queue is preferred, then the op launched first. If then no
+op matches a later kernel, the last choice is taken back (depth-first search). Matching kernels are equal, so a wrong
+choice that remains swaps similar times. Small fills of memory are kernels in a graph (``runtime/small_fills.py``), and
+none op by op.
 
 Times are from CUPTI, read from the trace file that ``torch.profiler`` writes.
 """
@@ -21,6 +22,7 @@ import tempfile
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +37,9 @@ from autostream.runtime.streams import restored
 
 REPLAYS = 5
 """The replay of median duration is used. There is one more, the first, which uploads the graph."""
+
+_CHOICES = 1000
+"""So many choices are taken back at most. Most wrong ones show after a few kernels."""
 
 _SPAN = "autostream op "
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -245,61 +250,103 @@ def match(schedule: Schedule, launched: Mapping[str, Sequence[Key]], kernels: Se
         >>> [(slice.op, slice.start_us, slice.end_us) for slice in match(beside, launched, ran).slices]
         [('a', 0.0, 1.0), ('b', 3.0, 4.5), ('c', 2.0, 4.0)]
     """
-    progress = _Progress(schedule, launched)
-    for kernel in kernels:
-        progress.assign(kernel)
-    progress.ready()
-    if rest := [launch.op for launch in schedule.launches if launch.op not in progress.done]:
-        raise Unmatched(f"{rest[0]} did not run all the kernels that it launches op by op")
-    return Timeline(tuple(_slices(schedule, progress.ran)), source="measured")
+    progress, untried = _Progress(schedule, launched), list[tuple[int, Launch]]()
+    unmatched: list[Unmatched] = []
+    while len(unmatched) <= _CHOICES:
+        try:
+            for at, kernel in enumerate(kernels[len(progress.placed) :], len(progress.placed)):
+                best, *others = progress.matching(kernel)
+                untried += [(at, other) for other in reversed(others)]
+                progress.place(kernel, best)
+            progress.finish()
+            return Timeline(tuple(_slices(schedule, progress.ran)), source="measured")
+        except Unmatched as error:
+            unmatched.append(error)
+        if not untried:
+            break
+        at, other = untried.pop()
+        kept, progress = progress.placed[:at], _Progress(schedule, launched)
+        for kernel, launch in zip(kernels, (*kept, other), strict=False):
+            progress.place(kernel, launch)
+    raise unmatched[0]
 
 
 class _Progress:
     """How far each stream has come.
 
     Attributes:
-        ran: by op, the kernels assigned to it.
-        done: the ops that have run all their kernels.
+        placed: the launch of the op of each kernel so far.
+        ran: by op, its kernels.
     """
 
     def __init__(self, schedule: Schedule, launched: Mapping[str, Sequence[Key]]) -> None:
+        self.placed: list[Launch] = []
         self.ran: dict[str, list[Kernel]] = {launch.op: [] for launch in schedule.launches}
-        self.done = {FORK}
+        self._done = {FORK}
         self._launched = launched
         self._index = {launch.op: at for at, launch in enumerate(schedule.launches)}
         self._queue: dict[int, int] = {}
+        self._until: dict[int, float] = {}
         self._remaining: dict[int, deque[Launch]] = defaultdict(deque)
         for launch in schedule.launches:
             self._remaining[launch.stream].append(launch)
+        self._pass()
 
-    def assign(self, kernel: Kernel) -> None:
-        """Assign the next kernel that ran to an op."""
-        matching = [launch for launch in self.ready() if _is(kernel.key, self.next(launch.op))]
-        if not matching:
-            raise Unmatched(f"no op whose turn it is launches {kernel.key[0]}, which ran {len(self.done) - 1} ops in")
-        best = min(
-            matching, key=lambda launch: (self._queue.get(launch.stream) != kernel.queue, self._index[launch.op])
-        )
-        self._queue[best.stream] = kernel.queue
-        self.ran[best.op].append(kernel)
+    def matching(self, kernel: Kernel) -> Sequence[Launch]:
+        """The launches to which the next kernel that ran may belong, the likeliest first.
 
-    def ready(self) -> Sequence[Launch]:
-        """The next launch of each stream, if it has no wait left. Launches that have run all kernels are passed."""
+        Raises:
+            Unmatched: there is none.
+        """
+        lanes = (lane[0] for lane in self._remaining.values() if lane)
+        turns = [launch for launch in lanes if self._has_no_wait(launch) and _is(kernel.key, self._next(launch.op))]
+        if not turns:
+            raise Unmatched(f"no op whose turn it is launches {kernel.key[0]}, which ran {len(self._done) - 1} ops in")
+
+        def unlikeliness(launch: Launch) -> tuple[bool, bool, int]:
+            too_early = kernel.start_us < self._ready_us(launch)
+            return too_early, self._queue.get(launch.stream) != kernel.queue, self._index[launch.op]
+
+        return sorted(turns, key=unlikeliness)
+
+    def place(self, kernel: Kernel, launch: Launch) -> None:
+        """Count a kernel as one of the op that is launched there."""
+        self.placed.append(launch)
+        self._queue[launch.stream] = kernel.queue
+        self._until[launch.stream] = kernel.end_us
+        self.ran[launch.op].append(kernel)
+        self._pass()
+
+    def finish(self) -> None:
+        """Check that no kernel is missing.
+
+        Raises:
+            Unmatched: one is.
+        """
+        if rest := [op for op in self._index if op not in self._done]:
+            raise Unmatched(f"{rest[0]} did not run all the kernels that it launches op by op")
+
+    def _pass(self) -> None:
+        """Pass the launches that have run all of their kernels."""
         before = -1
-        while before != len(self.done):
-            before = len(self.done)
+        while before != len(self._done):
+            before = len(self._done)
             for lane in self._remaining.values():
-                while lane and self._has_no_wait(lane[0]) and self.next(lane[0].op) is None:
-                    self.done.add(lane.popleft().op)
-        return [lane[0] for lane in self._remaining.values() if lane and self._has_no_wait(lane[0])]
+                while lane and self._has_no_wait(lane[0]) and self._next(lane[0].op) is None:
+                    self._done.add(lane.popleft().op)
 
-    def next(self, op: str) -> Key | None:
+    def _ready_us(self, launch: Launch) -> float:
+        """When the last kernel before it on its stream, and those that it waits for, have ended."""
+        waits = (self.ran[op][-1].end_us for op in launch.waits if self.ran.get(op))
+        return max([self._until.get(launch.stream, -inf), *waits])
+
+    def _next(self, op: str) -> Key | None:
         """The kernel that an op launches next; ``None`` after its last one."""
         launched, ran = self._launched.get(op, ()), self.ran[op]
         return launched[len(ran)] if len(ran) < len(launched) else None
 
     def _has_no_wait(self, launch: Launch) -> bool:
-        return self.done.issuperset(launch.waits)
+        return self._done.issuperset(launch.waits)
 
 
 def _is(ran: Key, launched: Key | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from random import Random
 from typing import Any
 
 import pytest
@@ -64,6 +65,34 @@ def test_an_op_that_waits_gets_no_kernel_before_its_waits_have_ended() -> None:
     assert measured == {"z": (0, 1), "b": (1, 2), "a": (2, 3), "c": (3, 4)}
 
 
+def test_a_choice_is_taken_back_if_a_later_kernel_fits_nowhere() -> None:
+    """The first mm may be b's or c's, but e follows c on its stream::
+
+    stream 0   a ── b ────── d
+    stream 1     ╰─ c ── e ──╯
+    """
+    launches = (*FORKED.launches[:3], Launch("e", 1), Launch("d", 0, ("e",)))
+    kernels = ran(("relu", 1, 0, 1), ("mm", 2, 2, 3), ("tanh", 2, 3, 4), ("mm", 1, 5, 6))
+    kernels += ran(("add", 1, 7, 8), ("copy", 1, 8, 9))
+    measured = times(Schedule("by hand", 2, launches), {**LAUNCHED, "e": [("tanh",)]}, kernels)
+    assert (measured["c"], measured["e"], measured["b"]) == ((2, 3), (3, 4), (5, 6))
+
+
+@pytest.mark.parametrize("ended_us", [(4, 2, 2), (2, 4, 2)])
+def test_of_equal_kernels_an_op_gets_one_that_starts_when_it_is_ready(ended_us: Sequence[float]) -> None:
+    """The first mm began before a or z had ended, so it is y's::
+
+    stream 0   a ─┬─ b
+    stream 1   z ─╯
+    stream 2   w ─── y
+    """
+    launches = (*(Launch(op, at, (FORK,) * (at > 0)) for at, op in enumerate("azw")), Launch("b", 0, ("z",)))
+    schedule = Schedule("by hand", 3, (*launches, Launch("y", 2)))
+    kernels = ran(*((op, 1, 0, end) for op, end in zip("azw", ended_us, strict=True)), ("mm", 1, 3, 5), ("mm", 2, 5, 6))
+    measured = times(schedule, {"b": [("mm",)], "y": [("mm",)], **{op: [(op,)] for op in "azw"}}, kernels)
+    assert (measured["b"], measured["y"]) == ((5, 6), (3, 5))
+
+
 def test_an_op_that_launches_nothing_takes_no_time() -> None:
     kernels = ran(("relu", 1, 3, 5), ("add", 1, 6, 7), ("copy", 1, 7, 8))
     launched = {"a": LAUNCHED["a"], "d": LAUNCHED["d"]}
@@ -109,6 +138,25 @@ def test_simulated_runs_of_kernels_with_different_names_are_recovered(data: st.D
     assert measured.slices == tuple(
         replace(each, start_us=each.start_us - first, end_us=each.end_us - first) for each in slices
     )
+
+
+@given(data=st.data(), streams=st.integers(2, 4), names=st.integers(1, 3), random=st.randoms(use_true_random=False))
+def test_simulated_runs_of_equal_kernels_are_matched(
+    data: st.DataObject, streams: int, names: int, random: Random
+) -> None:
+    """In whatever queues, each kernel belongs to one op that launches such a kernel."""
+    profile = profile_with(same_stream_edge_us=0.5, cross_stream_edge_us=1.7, fork_us=1.1, join_us=0.3)
+    graph: OpGraph = data.draw(random_graphs(max_ops=24))
+    costs = data.draw(random_costs(graph))
+    schedule = synchronize(graph, POLICIES["critical_path"](graph, costs, profile, streams, frozenset()))
+    launched = {op: [(random.randrange(names),)] for op in graph.ops}
+    slices = [each for each in simulate(schedule, costs, profile).slices if each.op in graph.ops]
+    kernels = [Kernel(launched[each.op][0], random.randrange(streams), each.start_us, each.end_us) for each in slices]
+    kernels.sort(key=lambda kernel: kernel.start_us)
+    measured = match(schedule, launched, kernels).slices
+    found = sorted((*launched[each.op][0], each.start_us, each.end_us) for each in measured)
+    first_us = kernels[0].start_us
+    assert found == sorted((*each.key, each.start_us - first_us, each.end_us - first_us) for each in kernels)
 
 
 def event(cat: str, name: str, ts: float, dur: float, **args: object) -> dict[str, Any]:
