@@ -44,7 +44,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 8)).cuda()
+    return nn.Sequential(nn.Linear(64, 384), nn.GELU(), nn.Linear(384, 384), nn.Tanh(), nn.Linear(384, 8)).cuda()
 
 
 LEVELS = {"eager": "aten", "inductor": "inductor"}
@@ -94,10 +94,10 @@ def test_gradients_are_written_to_their_bucket(group: dist.ProcessGroup) -> None
 
 
 def test_small_updates_that_wait_for_the_same_share_a_kernel(group: dist.ProcessGroup) -> None:
-    """All but that of the large one of six parameters."""
+    """All but that of the large one of six parameters; Inductor itself updates both biases of 384 by one kernel."""
     graphs = [compared_with_ddp(0, group, "inductor", **off).graph for off in ({}, {"combo_kernels": False})]
     few, many = (len(graph.ops) for graph in graphs if graph)
-    assert many - few == 5 - 1
+    assert many - few == 4 - 1
 
 
 def test_a_step_with_reductions_of_its_own_is_replayed(group: dist.ProcessGroup) -> None:
