@@ -46,7 +46,7 @@ def groups(scheduler: Any) -> list[list[Any]]:
     for node in ForeachKernelSchedulerNode.combinable_nodes(scheduler.nodes):
         sizes: Any  # of sympy
         device, sizes = node.group
-        if device.type != "cuda" or sizes[1:] != (1,) or not sizes[0] <= SMALL:
+        if device.type != "cuda" or sizes[1:] != (1,) or getattr(sizes[0], "free_symbols", ()) or sizes[0] > SMALL:
             continue
         if not node.unmet_dependencies and sizes[0] == 1:
             kind = device, len(node.read_writes.reads), len(node.read_writes.writes)

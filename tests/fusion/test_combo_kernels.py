@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import sympy
 import torch
 from torch._inductor.scheduler import ExternKernelSchedulerNode, ForeachKernelSchedulerNode, OutputNode
 
@@ -25,7 +26,7 @@ class Node(SimpleNamespace):
     def __init__(
         self,
         *after: Node,
-        elements: int = 1,
+        elements: Any = 1,
         of: int = 1,
         inputs: int = 1,
         outputs: int = 1,
@@ -127,6 +128,12 @@ def test_what_others_wait_for_stays() -> None:
     assert grouped(relu, tanh) == [[0, 1]]
     Node(relu, elements=64)
     assert grouped(relu, tanh) == []
+
+
+def test_kernels_whose_size_depends_on_data_stay() -> None:
+    product = Node(Node(), elements=64)
+    sized = [Node(product, elements=sympy.Symbol("u0")) for _ in "ab"]
+    assert grouped(*sized, *(Node(product, elements=sympy.Integer(8)) for _ in "cd")) == [[2, 3]]
 
 
 def test_updates_of_a_large_bucket_are_several_kernels() -> None:
