@@ -7,10 +7,10 @@
 The profile of a replay has neither the op of a kernel nor the stream that was captured: it names hardware queues. Known
 are the kernels that each op launches, the order of ops on each stream, and their waits. So a kernel belongs to an op
 that is next on its stream, has no wait left, and launches a kernel of this name and grid next. Where several ops match
-(equal branches), a stream whose last kernel ran in the same queue is preferred, then the op launched first. If then no
-op matches a later kernel, the last choice is taken back (depth-first search). Matching kernels are equal, so a wrong
-choice that remains swaps similar times. Small fills of memory are kernels in a graph (``runtime/small_fills.py``), and
-none op by op.
+(equal branches), one is preferred whose waits had ended when the kernel started, then a stream whose last kernel ran in
+the same queue, then the op launched first. If no op matches a later kernel, the last choice is taken back (depth-first
+search). Matching kernels are equal, so a wrong choice that remains swaps similar times. Small fills of memory are
+kernels in a graph (``runtime/small_fills.py``), and none op by op.
 
 Times are from CUPTI, read from the trace file that ``torch.profiler`` writes.
 """
@@ -38,8 +38,8 @@ from autostream.runtime.streams import restored
 REPLAYS = 5
 """The replay of median duration is used. There is one more, the first, which uploads the graph."""
 
-_CHOICES = 1000
-"""So many choices are taken back at most. Most wrong ones show after a few kernels."""
+_ATTEMPTS = 100
+"""So often kernels are mapped at most, each time with another choice. Simulated runs of 300 ops needed up to 13."""
 
 _SPAN = "autostream op "
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -250,9 +250,8 @@ def match(schedule: Schedule, launched: Mapping[str, Sequence[Key]], kernels: Se
         >>> [(slice.op, slice.start_us, slice.end_us) for slice in match(beside, launched, ran).slices]
         [('a', 0.0, 1.0), ('b', 3.0, 4.5), ('c', 2.0, 4.0)]
     """
-    progress, untried = _Progress(schedule, launched), list[tuple[int, Launch]]()
-    unmatched: list[Unmatched] = []
-    while len(unmatched) <= _CHOICES:
+    progress, untried, first = _Progress(schedule, launched), list[tuple[int, Launch]](), ""
+    for _ in range(_ATTEMPTS):
         try:
             for at, kernel in enumerate(kernels[len(progress.placed) :], len(progress.placed)):
                 best, *others = progress.matching(kernel)
@@ -261,14 +260,14 @@ def match(schedule: Schedule, launched: Mapping[str, Sequence[Key]], kernels: Se
             progress.finish()
             return Timeline(tuple(_slices(schedule, progress.ran)), source="measured")
         except Unmatched as error:
-            unmatched.append(error)
+            first = first or str(error)
         if not untried:
             break
         at, other = untried.pop()
         kept, progress = progress.placed[:at], _Progress(schedule, launched)
         for kernel, launch in zip(kernels, (*kept, other), strict=False):
             progress.place(kernel, launch)
-    raise unmatched[0]
+    raise Unmatched(first)
 
 
 class _Progress:
