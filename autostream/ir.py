@@ -109,6 +109,9 @@ class Op:
             ``"peer"`` if from one device to another.
         group: the name of the process group over which it communicates, or ``""``.
         processes: how many processes that group has.
+        terms: what else all of them have to say alike, such as how to reduce: ``"reduce_op=sum"``, or ``""``.
+        sends: how many bytes it sends to each process of the group, if that need not be the same everywhere.
+        receives: how many it takes from each.
     """
 
     name: str
@@ -129,6 +132,9 @@ class Op:
     crosses: str = ""
     group: str = ""
     processes: int = 1
+    terms: str = ""
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from torch import fx
 from torch._ops import OperatorBase
 
 from autostream.analysis.capturability import NUMBER, ON_CPU, copy_direction, dependence_of
+from autostream.analysis.collectives import terms_of
 from autostream.analysis.effects import EVERY_GROUP, Effects, effects_of, group_of
 from autostream.analysis.hazards import AccessHistory
 from autostream.analysis.memory import Memory, Names
@@ -275,6 +276,7 @@ def _ops(groups: Mapping[str, _Group], device: str) -> dict[str, Op]:
 
 
 def _op(group: _Group, work: Work, device: str, source: str) -> Op:
+    terms = terms_of(group.node)
     return Op(
         name=group.node.name,
         target=_target_name(group.node),
@@ -294,6 +296,9 @@ def _op(group: _Group, work: Work, device: str, source: str) -> Op:
         crosses=copy_direction(group.node),
         group=group_of(group.node),
         processes=processes_in(name) if (name := group_of(group.node)) else 1,
+        terms=terms.alike,
+        sends=terms.sends,
+        receives=terms.receives,
     )
 
 

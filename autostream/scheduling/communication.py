@@ -146,45 +146,80 @@ class Collective:
     """What all processes of a group have to agree on.
 
     Attributes:
-        op: what is called, e.g. ``"all_reduce_"``.
+        op: what is called, and how, e.g. ``"all_reduce_(reduce_op=sum)"``.
         dtype: of its tensors.
-        bytes: of the larger of what it takes and returns.
-        group: the number of its process group, in the order of their first collectives: processes that share one group
-            may be in different others.
+        bytes: of the larger of what it takes and returns; ``None`` if these need not be the same everywhere.
+        group: the name of its process group; ``""`` for a group that not all of these processes are in.
+        sends: how many bytes for each process of the group, if ``bytes`` is ``None`` and they are known.
+        receives: how many from each.
     """
 
     op: str
     dtype: str
-    bytes: int
-    group: int
+    bytes: int | None
+    group: str
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """In words."""
-        return f"{self.op} of {self.bytes:,} bytes of {self.dtype} in process group {self.group + 1}"
+        """In words, the same on all processes that agree."""
+        size = "" if self.bytes is None else f"{self.bytes:,} bytes of "
+        return (
+            f"{self.op} of {size}{self.dtype} in {f'process group {self.group!r}' if self.group else 'another group'}"
+        )
 
 
-def sequence(graph: OpGraph, order: Iterable[str]) -> tuple[Collective, ...]:
+def sequence(graph: OpGraph, order: Iterable[str], shared: Set[str]) -> tuple[Collective, ...]:
     """The collectives among ops, in the order in which they are launched.
 
-    If all processes launch the same in the same order, over all groups, none waits for ever: the first that some
-    process has not launched is launched as soon as earlier ones are over, and these all processes have launched.
+    If the processes of each group launch the same in the same order, over all groups, none waits for ever: the first
+    that some process has not launched is launched as soon as earlier ones are over, and these all have launched.
+
+    Args:
+        graph: the ops.
+        order: their names, in launch order.
+        shared: the names of the groups that all processes that compare theirs are in. Other groups may have other
+            processes here than there, as the columns of a mesh do for the processes of a row.
 
     Example:
         >>> from autostream.ir import Op
         >>> none = frozenset()
-        >>> ops = {"r": Op("r", "_c10d_functional.all_reduce.default", ("r",), none, none, bytes_read=8, group="0")}
-        >>> (found,) = sequence(OpGraph(ops, (), {}, (), "cuda:0"), ["r"])
+        >>> ops = {"r": Op("r", "_c10d_functional.all_reduce.default", ("r",), none, none, bytes_read=8, group="0",
+        ...                terms="reduce_op=sum")}
+        >>> (found,) = sequence(OpGraph(ops, (), {}, (), "cuda:0"), ["r"], {"0"})
         >>> print(found)
-        all_reduce of 8 bytes of float16 in process group 1
+        all_reduce(reduce_op=sum) of 8 bytes of float16 in process group '0'
     """
-    groups: dict[str, int] = {}
     found = []
     for op in map(graph.ops.__getitem__, order):
         if op.group:
             called = op.target.removeprefix("_c10d_functional.").removesuffix(".default")
-            number = groups.setdefault(op.group, len(groups))
-            found.append(Collective(called, op.dtype, max(op.bytes_read, op.bytes_written), number))
+            size = None if "all_to_all" in called else max(op.bytes_read, op.bytes_written)
+            group = op.group if op.group in shared else ""
+            called += f"({op.terms})" * bool(op.terms)
+            found.append(Collective(called, op.dtype, size, group, op.sends, op.receives))
     return tuple(found)
+
+
+def first_mismatch(sequences: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]]) -> str:
+    """Where a process first sends more or less than another takes from it, in words; ``""`` if none does.
+
+    Args:
+        sequences: for each process of a group, by rank, what each of its collectives sends to all and takes from all,
+            in bytes; nothing if that is the same everywhere, or not known.
+
+    Example:
+        >>> first_mismatch([[((4, 12), (4, 4))], [((4, 4), (8, 4))]])
+        'number 1 sends 12 bytes from rank 0 to rank 1, which takes 8'
+    """
+    for at, exchange in enumerate(zip(*sequences, strict=True), 1):
+        for source, (sends, _) in enumerate(exchange):
+            for sink, sent in enumerate(sends):
+                received = exchange[sink][1]
+                if received and received[source] != sent:
+                    taken = f"which takes {received[source]:,}"
+                    return f"number {at} sends {sent:,} bytes from rank {source} to rank {sink}, {taken}"
+    return ""
 
 
 def first_difference(own: Sequence[object], other: Sequence[object], name: str, other_name: str) -> str:

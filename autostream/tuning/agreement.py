@@ -24,7 +24,7 @@ from autostream.analysis.effects import group_of
 from autostream.analysis.process_groups import gone_from, group_named, launched_in, processes_in, ranks_of
 from autostream.errors import AutostreamError, GroupError, first_line
 from autostream.ir import OpGraph, Program
-from autostream.scheduling.communication import first_difference, sequence
+from autostream.scheduling.communication import first_difference, first_mismatch, sequence
 from autostream.utils.data import Json, decoded, encoded
 
 Result = TypeVar("Result")
@@ -131,9 +131,14 @@ def agree_on(graph: OpGraph, order: Iterable[str]) -> None:
     Raises:
         GroupError: another process would launch others, or has not answered in time.
     """
-    said = [str(each) for each in sequence(graph, order)]
-    for group in sorted({graph.ops[name].group for name in graph.collectives}):
-        agree(group, said)
+    order = tuple(order)
+    named = sorted({graph.ops[name].group for name in graph.collectives})
+    for group in (name for name in named if processes_in(name) > 1):
+        found = sequence(graph, order, {other for other in named if ranks_of(other) >= ranks_of(group)})
+        exchanges = [(each.sends, each.receives) if each.group == group else ((), ()) for each in found]
+        told = _exchange(group, [str(each) for each in found], exchanges)
+        if mismatch := first_mismatch(told):
+            raise GroupError(f"processes of group {group!r} would not exchange the same collectives: {mismatch}")
 
 
 def agree(group: str, said: Sequence[str], limit_s: float | None = None) -> None:

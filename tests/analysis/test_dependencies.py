@@ -12,9 +12,11 @@ import torch
 import torch.distributed._functional_collectives
 from hypothesis import given, settings
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
 
 from autostream.analysis.capturability import NUMBER
+from autostream.analysis.collectives import Terms, terms_of
 from autostream.analysis.dependencies import analyze
 from autostream.ir import Hazard, OpGraph, Role
 from autostream.scheduling.policies.sequential import one_stream
@@ -433,3 +435,14 @@ def test_what_a_collective_takes_is_written_and_released_after_the_wait_for_it(t
     assert graph.users[taken.name][-1] == waited.name
     (released,) = [one.op for one in place_releases(graph, one_stream(graph)).launches if taken.name in one.releases]
     assert released == waited.name
+
+
+def test_what_a_process_sends_to_each_is_known_unless_it_depends_on_data(tape: Tape) -> None:
+    """Rows of four numbers, by sizes, and by a number that a tensor holds."""
+    graph = tape.graph
+    x, number = tape.input(6, 4), graph.call_function(aten._local_scalar_dense.default, (tape.input(1),))
+    number.meta["val"] = ShapeEnv().create_unbacked_symint()
+    for sent, expected in {(5, 1): Terms(sends=(80, 16), receives=(32, 64)), (number, 1): Terms()}.items():
+        node = graph.call_function(c10d.all_to_all_single.default, (x, [2, 4], [*sent], "a"))
+        node.meta["val"] = torch.ones(6, 4)
+        assert terms_of(node) == expected

@@ -430,7 +430,7 @@ def other_collectives_are_refused(rank: int, processes: int, group: dist.Process
     for _ in range(2):
         step(x, False)
     before = copy.deepcopy(model)
-    said = r"number 2 is nothing on rank 0 and all_reduce .* on rank 1"
+    said = r"number 2 is nothing on rank 0 and all_reduce.* on rank 1"
     with pytest.raises(GroupError, match=rf"ranks 0 and 1 of process group .* {said}"):
         step(x.repeat(2, 1), rank == 1)
     assert_alike(model, before, 0.0)
@@ -452,17 +452,40 @@ def other_collectives_are_refused(rank: int, processes: int, group: dist.Process
 
 
 def optimized_calls_with_other_collectives_are_refused(rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    """Not run as they are, which would add up the wrong tensors."""
+    """Not run as they are, which would add up the wrong tensors, or wait for ever."""
+    other = dist.new_group()
+    one, two = (rf"in process group {each.group_name!r}" for each in (group, other))
+    twice, either = [group] * (1 + rank), [group, other] if rank == 0 else [other, group]
+    reduce, scatter = functional.all_reduce, functional.reduce_scatter_tensor
+    cases: dict[str, Callable[[Tensor], list[Tensor]]] = {
+        "number 2 is nothing on rank 0 and all_reduce": lambda x: [reduce(x, "sum", each) for each in twice],
+        "sum.* on rank 0 and .*max.* on rank 1": lambda x: [reduce(x, ("sum", "max")[rank], group)],
+        "avg.* on rank 0 and .*sum.* on rank 1": lambda x: [scatter(x, ("avg", "sum")[rank], 0, group)],
+        "src=0.* on rank 0 and .*src=1.* on rank 1": lambda x: [functional.broadcast(x, rank, group)],
+        f"{one} on rank 0 and .* {two} on rank 1": lambda x: [reduce(x, "sum", each) for each in either],
+        "sends 12 bytes from rank 0 to rank 1, which takes 4": lambda x: [
+            functional.all_to_all_single(x, [1, 3], [1, 3] if rank == 0 else [3, 1], group)
+        ],
+    }
+    for said, call in cases.items():
+        optimized = autostream.optimize(call, **STREAMED)
+        for count in range(2):
+            with pytest.raises(GroupError, match=said):
+                optimized(torch.full((4,), float(count)))
+
+
+def parts_of_any_size_are_exchanged(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """What one process sends is what the other takes, and neither need be what that one sends."""
+    sends, takes = ([1, 3], [1, 2]) if rank == 0 else ([2, 5], [3, 5])
 
     def model(x: Tensor) -> Tensor:
-        for _ in range(1 + rank):
-            x = functional.all_reduce(x, "sum", group)
-        return x + 1
+        return functional.all_to_all_single(x * 2, takes, sends, group) + 1
 
     optimized = autostream.optimize(model, **STREAMED)
-    for count in range(2):
-        with pytest.raises(GroupError, match="number 2 is nothing on rank 0 and all_reduce"):
-            optimized(torch.full((2,), float(count)))
+    x = torch.arange(2.0 * sum(sends)).reshape(-1, 2) + 100 * rank
+    for _ in range(2):
+        torch.testing.assert_close(optimized(x), model(x))
+    assert [len(report.graph.collectives) for report in optimized.reports] == [1]
 
 
 def averages_begin_alike(rank: int, processes: int, group: dist.ProcessGroup) -> None:
@@ -1096,6 +1119,7 @@ IN_TWO: dict[str, Scenario] = {
         gradients_that_no_backward_computed,
         other_collectives_are_refused,
         optimized_calls_with_other_collectives_are_refused,
+        parts_of_any_size_are_exchanged,
         averages_begin_alike,
         penalties_of_gradients_are_in_the_graph,
         a_process_is_late,
