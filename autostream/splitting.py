@@ -85,7 +85,8 @@ def split(
     """Cut a model into balanced stages for ``torch.distributed.pipelining``. No GPU is needed.
 
     The slowest part of the pipeline becomes as fast as can be: forward and backward of a stage, or a transfer between
-    two. Of equally fast cuts, those with the fewest bytes across are taken. A backward counts as two forwards.
+    two. Of cuts that take at most 3 % more, those whose stages take within 10 % of each other come first, then those
+    with the fewest bytes across. A backward counts as two forwards.
 
     Args:
         model: any module that is one graph; it does not change.

@@ -1,7 +1,9 @@
 """Pipelines as text and JSON: the stages of a model, and schedules of its microbatches.
 
-1F1B    device 0   FFFF····BFBFBFBFBF··B·B·B      F forward, B backward, I and W its halves, · waits
-device 1   ·FFF··BFBFBFBFBFB·B·B···
+    1F1B    device 0   FFFF····BFBFBFBFBF··B·B·B
+            device 1   ·FFF··BFBFBFBFBFB·B·B···
+
+``F`` is a forward, ``B`` a backward, ``I`` and ``W`` are its halves, and ``·`` is a wait.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ def render(comparison: Comparison) -> str:
         pairs(summary(comparison)),
         split_table(comparison.pipeline),
         *(each.text() for each in runs_tables(comparison)),
-        *(_drawing(run) for run in comparison.asked() if not run.refusal),
+        *map(_drawing, drawn(comparison)),
     )
     return "\n\n".join(parts)
 
@@ -32,13 +34,25 @@ def render(comparison: Comparison) -> str:
 def summary(comparison: Comparison) -> list[tuple[str, str]]:
     """What was compared, the best of it, and what cannot run."""
     pipeline, best = comparison.pipeline, comparison.best
+    fastest = min((run for run in comparison.runs if not run.refusal), key=lambda run: run.step_us)
+    faster = f"; {_named(fastest)} takes {us(fastest.step_us)}, and more memory" * (fastest.step_us < best.step_us)
     return [
         ("model", pipeline.model),
         ("devices", f"{len(pipeline.stages)} times {pipeline.device}, joined by {comparison.interconnect}"),
         ("step", f"{pipeline.microbatches} microbatches of {count(comparison.rows, 'row')}, forward and backward"),
-        ("best", f"{best.schedule} with {best.microbatches} microbatches: {us(best.step_us)}, {best.bubble:.0%} waits"),
+        ("best", f"{_named(best)}: {us(best.step_us)}, {best.bubble:.0%} waits{faster}"),
         *(("refused", f"{run.schedule}: {run.refusal}") for run in comparison.asked() if run.refusal),
     ]
+
+
+def _named(run: Run) -> str:
+    return f"{run.schedule} with {run.microbatches} microbatches"
+
+
+def drawn(comparison: Comparison) -> list[Run]:
+    """The runs that were asked for, the fastest first; before them the best one, if it has other microbatches."""
+    asked = sorted((run for run in comparison.asked() if not run.refusal), key=lambda run: run.step_us)
+    return asked if comparison.best in asked else [comparison.best, *asked]
 
 
 def runs_tables(comparison: Comparison) -> tuple[Table, Table]:
@@ -48,7 +62,7 @@ def runs_tables(comparison: Comparison) -> tuple[Table, Table]:
     return (
         _runs_table("Schedules", [run for run in comparison.asked() if not run.refusal]),
         _runs_table(
-            "Microbatches, of as many rows together",
+            "Microbatches, of as many rows together: of schedules within 1 % the one of least memory",
             [best_of(each) for each in runs if each],
         ),
     )

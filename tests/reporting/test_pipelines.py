@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from autostream.reporting.pipelines import render, to_json
 from autostream.scheduling.microbatches import (
@@ -48,6 +49,20 @@ def test_all_that_was_compared_is_shown() -> None:
     assert [line.split()[1] for line in microbatches.splitlines()[3:]] == ["3", "4"]
     assert first.startswith("GPipe, 3 microbatches")
     assert second.startswith("1F1B, 3 microbatches")
+
+
+def test_the_best_that_was_not_asked_for_is_drawn_and_a_faster_one_is_named() -> None:
+    """Two microbatches of half as many rows take less than three; 1F1B holds less than GPipe, which is 0.5 % faster."""
+    small, fast = (replace(run(name, 2), step_us=us) for name, us in (("1F1B", 100.5), ("GPipe", 100.0)))
+    comparison = replace(COMPARISON, runs=(*COMPARISON.runs, replace(small, memory_bytes=(4100, 4100)), fast))
+    summary, *_, first, second, third = render(comparison).split("\n\n")
+    best = "1F1B with 2 microbatches: 100.5 µs, 33% waits; GPipe with 2 microbatches takes 100.0 µs, and more memory"
+    assert f"best     {best}" in summary.splitlines()
+    assert [each.split(":")[0] for each in (first, second, third)] == [
+        "1F1B, 2 microbatches",
+        "GPipe, 3 microbatches",
+        "1F1B, 3 microbatches",
+    ]
 
 
 def test_a_drawing_has_a_character_for_each_hundredth_of_a_step() -> None:

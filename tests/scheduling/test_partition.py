@@ -75,12 +75,26 @@ def test_stages_that_cannot_be_balanced_are_refused() -> None:
         partition(chain(1.0, 1.0, 1.0, 1.0, 40.0, 1.0, 1.0), 5, 8, lambda size: 0.0)
 
 
+def test_stages_that_are_alike_come_before_fewer_bytes() -> None:
+    """A cut behind the third segment costs 3 % of the time and has fewer bytes, but then one stage waits for another.
+
+    a 0.5 ─ b 98 ─│ 1000 bytes │─ c 2.5 ─│ 10 bytes │─ d 88: 98.5 and 90.5 µs, or 101 and 88 µs; with d 97, 99.5.
+    """
+    segments = chain(0.5, 98.0, 2.5, 88.0)
+    segments[2] = replace(segments[2], crossing_bytes=1000)
+    segments[3] = replace(segments[3], crossing_bytes=10)
+    assert ends(partition(segments, 2, 8, lambda size: 0.0)) == [2, 4]
+    segments[3] = replace(segments[3], forward_us=97.0)
+    assert ends(partition(segments, 2, 8, lambda size: 0.0)) == [3, 4]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_no_other_cut_has_a_faster_slowest_part(seed: int) -> None:
+    """Of those as fast, stages are alike where they can be, and then the fewest bytes cross."""
     chance = random.Random(seed)
     segments = [
         Segment(str(at), chance.uniform(1, 3), chance.randrange(1, 9), {}, {f"x{at}": chance.randrange(9)})
-        for at in range(chance.randint(3, 9))
+        for at in range(chance.randint(3, 12))
     ]
     stages = chance.randint(2, min(5, len(segments)))
     whole = [[*stages_from(segments, first)] for first in range(len(segments))]
@@ -92,16 +106,26 @@ def test_no_other_cut_has_a_faster_slowest_part(seed: int) -> None:
         times = [stage.forward_us + stage.backward_us for stage in cut]
         return max(*times, *(2 * stage.crossing_bytes for stage in cut[1:]))
 
+    def ratio(cut: tuple[Stage, ...]) -> float:
+        return slowest(cut) / min(stage.forward_us + stage.backward_us for stage in cut)
+
+    def crossing(cut: tuple[Stage, ...]) -> int:
+        return sum(stage.crossing_bytes for stage in cut)
+
     every = []
     for inner in combinations(range(1, len(segments)), stages - 1):
-        cut = tuple(whole[first][end - first - 1] for first, end in pairwise((0, *inner, len(segments))))
-        every.append((slowest(cut), sum(stage.crossing_bytes for stage in cut)))
-    least = min(time for time, _ in every)
+        every.append(tuple(whole[first][end - first - 1] for first, end in pairwise((0, *inner, len(segments)))))
+    least = min(map(slowest, every))
     if least == float("inf"):
         with pytest.raises(TargetError, match="fits into"):
             partition(segments, stages, 8, float, limit)
         return
     found = partition(segments, stages, 8, float, limit)
     assert slowest(found) <= 1.03 * least
-    fewest = min(size for time, size in every if time <= 1.03 * least)
-    assert sum(stage.crossing_bytes for stage in found) == fewest
+    as_fast = [cut for cut in every if slowest(cut) <= 1.03 * least]
+    alike = [cut for cut in as_fast if ratio(cut) <= 1.08]
+    if alike:
+        assert ratio(found) <= 1.1
+        assert crossing(found) <= min(map(crossing, alike))
+    elif ratio(found) > 1.1:
+        assert crossing(found) == min(map(crossing, as_fast))

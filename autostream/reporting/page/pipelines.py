@@ -1,7 +1,10 @@
 """The HTML page of a pipeline: its stages, and a drawing of all devices by each schedule. It has no scripts.
 
-device 0  │F0│F1│  │B0│F2│B1│    a bar for each forward, backward or half of a backward, with its microbatch;
-device 1     │F0│B0│F1│B1│…      its stage and times show where the pointer is
+    device 0  │F0│F1│  │B0│F2│B1│
+    device 1     │F0│B0│F1│B1│…
+
+There is a bar for each forward, backward or half of a backward, with its microbatch; its stage and times show where the
+pointer is.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from html import escape
 
 from autostream.ir import Slice
 from autostream.reporting.page.template import filled, hash_of, text_of
-from autostream.reporting.pipelines import runs_tables, stages_notes, stages_table, summary
+from autostream.reporting.pipelines import drawn, runs_tables, stages_notes, stages_table, summary
 from autostream.reporting.tables import Table, us
 from autostream.scheduling.microbatches import Comparison, Run, action_of
 
@@ -38,7 +41,7 @@ def render(comparison: Comparison) -> str:
         _section("Stages", _table(stages), *(_hint(each) for each in stages_notes(comparison.pipeline))),
         _section(schedules.title, _table(schedules)),
         _section(microbatches.title, _table(microbatches)),
-        _section("Timelines", _legend(), *map(_drawing, _drawn(comparison))),
+        _section("Timelines", _legend(), *map(_drawing, drawn(comparison))),
     )
     style = text_of("page.css") + text_of("pipelines.css")
     parts = {
@@ -48,12 +51,6 @@ def render(comparison: Comparison) -> str:
         "sections": "\n".join(sections),
     }
     return filled("pipelines.html", parts)
-
-
-def _drawn(comparison: Comparison) -> list[Run]:
-    """The runs that were asked for, the fastest first; before them the best one, if it has other microbatches."""
-    asked = sorted((run for run in comparison.asked() if not run.refusal), key=lambda run: run.step_us)
-    return asked if comparison.best in asked else [comparison.best, *asked]
 
 
 def _drawing(run: Run) -> str:
