@@ -1,7 +1,7 @@
 """Process groups of ``torch.distributed`` by name, as ops of a graph have them.
 
-Private to PyTorch (seen in 2.11 and 2.13): ``_resolve_process_group``, and the number of collectives that a group has
-launched. A name that the former does not know has no group here.
+Private to PyTorch (seen in 2.11 and 2.13): ``_resolve_process_group``, the time limit of a group, and the number of
+collectives that it has launched. A name that the first does not know has no group here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 
 def group_named(name: str) -> Any:
@@ -35,6 +36,21 @@ def processes_in(name: str) -> int:
     """
     group = group_named(name)
     return 1 if group is None else int(group.size())
+
+
+def limit_s_of(name: str) -> float:
+    """How long a process waits for the others of a group in a collective, in seconds: the default, if it is not known.
+
+    Example:
+        >>> limit_s_of("nobody's")
+        1800.0
+    """
+    group = group_named(name)
+    try:
+        limit = group._get_backend(group._device_types[0]).options._timeout
+    except (AttributeError, IndexError, RuntimeError):
+        limit = default_pg_timeout
+    return float(limit.total_seconds())
 
 
 def ranks_of(name: str) -> frozenset[int]:

@@ -75,12 +75,6 @@ class CapturedStep:
             inputs = self.captured.graph_inputs(self._body, args, kwargs)
         return inputs if _layouts_of(inputs) == self._alike else None
 
-    @property
-    def groups(self) -> list[str]:
-        """The names of the process groups that its collectives are in."""
-        graph = self.scheduled.report.graph
-        return [] if graph is None else sorted({graph.ops[name].group for name in graph.collectives})
-
     def failed(self, call: Call) -> FailedGuard | None:
         """The guard that fails for a call, if one does."""
         with torch.enable_grad():

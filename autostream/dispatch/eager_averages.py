@@ -17,16 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
+from autostream.analysis.process_groups import limit_s_of
 from autostream.errors import TargetError
 from autostream.frontend.data_parallel import NOT_OF_A_BACKWARD, DataParallel
 from autostream.frontend.parameters import parameters_of
 from autostream.tuning.agreement import agree, check_all_there
-
-_LIMIT_S = default_pg_timeout.total_seconds()
-"""Eager steps wait for the other processes as long as collectives do by default."""
 
 Agreed = Sequence[str]
 """What all processes average after a backward."""
@@ -75,7 +72,7 @@ class EagerAverages:
             for at, each in trained.items()
         ]
         if [*earlier, said] != self._before[: 1 + len(earlier)]:
-            agree(self._data_parallel.group, said, _LIMIT_S)
+            agree(self._data_parallel.group, said, limit_s_of(self._data_parallel.group))
         try:
             with torch.no_grad():
                 means = self._data_parallel.averages(gradients, [*trained.values()])

@@ -45,7 +45,7 @@ from autostream.options import Options, paranoid
 from autostream.reporting.report import Report
 from autostream.runtime.cuda_graph import GraphPools
 from autostream.runtime.input_buffers import BufferTable
-from autostream.tuning.agreement import agree, check_all_there
+from autostream.tuning.agreement import agree
 from autostream.utils.locks import lock_of, preparing
 
 _MOST_REPLAYS = 4
@@ -124,18 +124,11 @@ class StepGraphs:
         return Done(result)
 
     def _run(self, key: Key, entry: CapturedStep, run: Callable[[], Any]) -> Any:
-        """What this returns, which runs a compiled step.
-
-        Raises:
-            GroupError: a process that it communicates with has ended.
-        """
+        """What this returns, which runs a compiled step."""
         try:
             return run()
         except torch.OutOfMemoryError as error:
             self._give_up(key, entry, error)
-            raise
-        except RuntimeError as error:
-            check_all_there(entry.groups, error)
             raise
 
     def forget_refusals(self) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import wraps
 from typing import Any, TypeVar
 
 from autostream.analysis.effects import group_of
@@ -156,6 +157,25 @@ def agree(group: str, said: Sequence[str], limit_s: float | None = None) -> None
         _exchange(group, said, None, limit_s)
 
 
+def naming_who_has_ended(run: Callable[..., Result], groups: Iterable[str]) -> Callable[..., Result]:
+    """The same function, which says which process of these groups has ended, if that is why it fails.
+
+    Raises:
+        GroupError: a process has ended.
+    """
+    named = tuple(groups)
+
+    @wraps(run)
+    def checked(*args: Any) -> Result:
+        try:
+            return run(*args)
+        except RuntimeError as error:
+            check_all_there(named, error)
+            raise
+
+    return checked
+
+
 def check_all_there(groups: Iterable[str], error: BaseException) -> None:
     """Say which process has ended, if that is why something with collectives has failed.
 
@@ -217,10 +237,22 @@ def _exchange(group: str, said: Sequence[str], value: Any, limit_s: float | None
         raise GroupError(f"the store of process group {group!r} does not answer: {first_line(error)}") from error
 
     def told(by: int, key: str, seconds: float) -> Any:
+        began, look_s, pause_s = time.monotonic(), _LOOK_S, 0.0005
         try:
-            store.wait([key], timedelta(seconds=max(0.001, seconds)))
+            while not store.check([key]):  # a wait writes warnings when its time is over
+                waited_s = time.monotonic() - began
+                if waited_s > seconds:
+                    raise TimeoutError
+                if waited_s > look_s:
+                    check_all_there([group], TimeoutError())
+                    look_s *= 2  # each look leaves a message that nobody reads
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.1)
             return json.loads(store.get(key))
+        except GroupError:
+            raise
         except Exception as error:
+            check_all_there([group], error)
             raise GroupError(
                 f"rank {by} of process group {group!r} has not come as far within {limit_s:g} s, or is gone, while "
                 f"another one would go on with {_short(said)}: all have to make the same steps in the same order"
@@ -250,6 +282,9 @@ def _exchange(group: str, said: Sequence[str], value: Any, limit_s: float | None
         raise GroupError(fault)
     return values  # type: ignore[no-any-return]
 
+
+_LOOK_S = 1.0
+"""After so long a process that waits looks whether others have ended, then after twice as long, and so on."""
 
 _SPARE_S = 10.0
 """So much longer than the first process the others wait, for its answer to arrive."""

@@ -32,7 +32,7 @@ from autostream.runtime.cuda_graph import CapturedGraph, FlatFunction
 from autostream.runtime.lower import lower
 from autostream.runtime.restore import Restore
 from autostream.runtime.runs import uncaptured, uncast
-from autostream.tuning.agreement import ALONE, Peers
+from autostream.tuning.agreement import ALONE, Peers, naming_who_has_ended
 
 MARGIN = 0.01
 """Times that differ by at most this share are a tie, since measurements are not exact, and streams and memory cost."""
@@ -263,6 +263,8 @@ def build(
     run = uncaptured(lower(program, graph, candidate.schedule), program.device, candidate.schedule.streams)
     if program.level == "inductor":
         run = uncast(run)
+    if graph.collectives:
+        run = naming_who_has_ended(run, sorted({graph.ops[name].group for name in graph.collectives}))
     if not candidate.captured:
         return run
     random = any(op.orders for op in graph.ops.values())  # ops with unknown effects may be random too
