@@ -1,7 +1,8 @@
 """Data parallelism: a step of which each process has a part of the batch, beside ``DistributedDataParallel``.
 
-torchrun --nproc-per-node 2 examples/ddp.py
-python examples/ddp.py
+    torchrun --nproc-per-node 2 examples/ddp.py
+
+``python examples/ddp.py`` runs it in one process, a group of its own.
 """
 
 from __future__ import annotations

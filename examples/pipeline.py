@@ -8,6 +8,7 @@ the model to find balanced stages, which also predicts the time of a step.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from typing import Any
@@ -37,6 +38,8 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 def main() -> None:
     """Train one stage, and print the predicted and the measured time of a step."""
+    if "RANK" not in os.environ:
+        raise SystemExit("a pipeline has several processes: torchrun --nproc-per-node 2 examples/pipeline.py")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()

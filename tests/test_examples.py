@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.distributed.processes import torchrun
+
 FOLDER = Path(__file__).parent.parent / "examples"
 EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.name not in ("pipeline.py", "comparison.py"))
 """All but the one of several processes, which tests/test_pipelines.py runs, and what those of steps share."""
@@ -40,3 +42,12 @@ def test_all_examples_run() -> None:
         assert "runs as" in text, example
         refused = "the plain model" in text and not any(reason in text for reason in CHOSEN)
         assert not refused, f"{example}: all of it can be scheduled"
+
+
+def test_data_parallel_training_runs_over_two_processes() -> None:
+    """By the command of its docstring: both ways end with the same weights."""
+    example = FOLDER / "ddp.py"
+    assert "torchrun --nproc-per-node 2 examples/ddp.py" in example.read_text()
+    status, told = torchrun(example, 2)
+    assert status == 0, told
+    assert "and with DistributedDataParallel" in told

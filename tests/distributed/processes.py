@@ -6,10 +6,13 @@ import gc
 import os
 import queue
 import socket
+import subprocess
+import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,6 +70,20 @@ def outcomes(
                 each.kill()
                 each.join()
     return found
+
+
+def torchrun(script: Path, processes: int) -> tuple[int, str]:
+    """Run a script in processes that ``torchrun`` starts and ends; its exit status, and what all have printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command += [f"--nproc-per-node={processes}", str(script)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment) as agent:
+        try:
+            told, _ = agent.communicate(timeout=120)
+        finally:
+            agent.terminate()  # which ends what it has started
+    return agent.returncode, told
 
 
 def _process(

@@ -1146,6 +1146,7 @@ IN_TWO: dict[str, Scenario] = {
 IN_FOUR: dict[str, Scenario] = {
     each.__name__: partial(with_fast_streams, each)
     for each in (
+        train_step_as_ddp,
         subgroups_as_ddp,
         rows_and_columns,
         stages_as_the_whole_model,

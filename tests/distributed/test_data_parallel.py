@@ -5,14 +5,11 @@ Importing torch takes longer than most scenarios, so processes run all of them, 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.processes import LOST, Scenario, outcomes
+from tests.distributed.processes import LOST, Scenario, outcomes, torchrun
 from tests.distributed.scenarios import IN_FOUR, IN_THREE, IN_TWO
 
 
@@ -53,16 +50,8 @@ def test_torchrun_ends_the_others_where_one_fails_that_they_wait_for(tmp_path: P
     """Their own limit is longer than that of this test."""
     script = tmp_path / "train.py"
     script.write_text(LAUNCHED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    command += ["--nproc-per-node=2", str(script)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment) as agent:
-        try:
-            told, _ = agent.communicate(timeout=120)
-        finally:
-            agent.terminate()  # which ends what it has started
-    assert agent.returncode == 1, told
+    status, told = torchrun(script, 2)
+    assert status == 1, told
     assert "ValueError: a fault of mine" in told
     assert "went on" not in told
     assert "GroupError" not in told
