@@ -10,7 +10,8 @@
 An optimizer counts the steps of each parameter, and a normalization its batches: in a step of ResNet-50 214 kernels of
 one thread, which a GPU starts together with the forward. And small parameters whose gradients are summed over processes
 by the same all-reduce, or scaled by the same norm, are updated by a kernel each. Only kernels that wait for the same
-others are combined, as each of a group waits for what any of them waits for.
+others are combined, as each of a group waits for what any of them waits for; those that wait for nothing, which run
+early, do not count.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from autostream.dispatch.dispatcher import Dispatcher
 from autostream.ir import FORK, Launch, OpGraph, Schedule
 from autostream.options import Options
 from autostream.reporting import timeline
+from autostream.runtime import measured_timeline
 from autostream.runtime.lower import lower
 from autostream.runtime.measured_timeline import Annotated, Kernel, Key, Unmatched, kernels_by_op, match, replays
 from autostream.scheduling.policies import POLICIES
@@ -78,6 +79,60 @@ def test_a_choice_is_taken_back_if_a_later_kernel_fits_nowhere() -> None:
     assert (measured["c"], measured["e"], measured["b"]) == ((2, 3), (3, 4), (5, 6))
 
 
+def pairs(number: int) -> tuple[Schedule, dict[str, Sequence[Key]], list[Kernel]]:
+    """The first mm may be b's or c's, but e follows c; equal kernels of two other streams may be either's.
+
+    stream 0   b
+    stream 1   c ──────────── e
+    stream 2   p0 ─ p1 ─ …
+    stream 3   q0 ─ q1 ─ …
+    """
+    others = [(f"{name}{at}", stream) for at in range(number) for name, stream in (("p", 2), ("q", 3))]
+    launches = [Launch("b", 0), Launch("c", 1), *(Launch(*each) for each in others), Launch("e", 1)]
+    launched: dict[str, Sequence[Key]] = {"b": [("mm",)], "c": [("mm",)], "e": [("tanh",)]}
+    launched |= {op: [("gelu",)] for op, _ in others}
+    kernels = ran(("mm", 9, 0, 1), *(("gelu", 5, 1 + at, 2 + at) for at in range(2 * number)))
+    kernels += ran(("tanh", 9, 2 * number + 1, 2 * number + 2), ("mm", 8, 2 * number + 1.5, 2 * number + 3))
+    return Schedule("by hand", 4, tuple(launches)), launched, kernels
+
+
+def test_a_choice_is_taken_back_behind_many_others_that_do_not_matter() -> None:
+    measured = times(*pairs(30))
+    assert (measured["c"], measured["e"], measured["b"]) == ((0, 1), (61, 62), (61.5, 63))
+
+
+def test_what_is_taken_back_counts_for_nothing() -> None:
+    """The first mm is c's, not b's: f, which waits for b by the view v, gets no earlier gelu, nor b a queue for it.
+
+    stream 0   b ── v        stream 2   f, after v
+    stream 1   c ── e        stream 3   g        stream 4   z        stream 5   m, after z
+    """
+    launches = [Launch("z", 4), Launch("m", 5, ("z",)), Launch("b", 0), Launch("v", 0), Launch("c", 1)]
+    launches += [Launch("f", 2, ("v",)), Launch("g", 3), Launch("e", 1)]
+    kinds = {"z": "zero", "m": "mm", "b": "mm", "c": "mm", "f": "gelu", "g": "gelu", "e": "tanh"}
+    order = [("mm", 9), ("gelu", 3), ("zero", 4), ("tanh", 9), ("mm", 9), ("mm", 8), ("gelu", 5)]
+    kernels = ran(*((name, queue, 2 * at, 2 * at + 1) for at, (name, queue) in enumerate(order)))
+    measured = times(Schedule("by hand", 6, tuple(launches)), {op: [(kind,)] for op, kind in kinds.items()}, kernels)
+    assert sorted(kinds, key=measured.__getitem__) == ["c", "g", "z", "e", "m", "b", "f"]
+
+
+def test_the_search_for_a_mapping_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured_timeline, "_PLACEMENTS", 1)
+    with pytest.raises(Unmatched, match=r"launches tanh, which ran 61 ops in; no other way was found to map 63 kernel"):
+        match(*pairs(30))
+
+
+@pytest.mark.parametrize("stream", [0, 1])
+def test_a_wait_goes_through_ops_that_launch_nothing(stream: int) -> None:
+    """A view, v, joins a to b on the stream of either: b cannot have the mm that ran before a had ended."""
+    waits = {0: ((), ("v",)), 1: (("a",), ())}[stream]
+    launches = (Launch("a", 0), Launch("z", 1), Launch("w", 2), Launch("v", stream, waits[0]), Launch("b", 1, waits[1]))
+    kernels = ran(("a", 1, 0, 10), ("z", 1, 0, 2), ("w", 1, 0, 2), ("mm", 1, 3, 4), ("mm", 2, 10, 18))
+    launched: dict[str, Sequence[Key]] = {"b": [("mm",)], "y": [("mm",)], **{op: [(op,)] for op in "azw"}}
+    measured = times(Schedule("by hand", 3, (*launches, Launch("y", 2))), launched, kernels)
+    assert (measured["b"], measured["y"], measured["v"]) == ((10, 18), (3, 4), (10, 10))
+
+
 @pytest.mark.parametrize("ended_us", [(4, 2, 2), (2, 4, 2)])
 def test_of_equal_kernels_an_op_gets_one_that_starts_when_it_is_ready(ended_us: Sequence[float]) -> None:
     """The first mm began before a or z had ended, so it is y's::
@@ -96,7 +151,7 @@ def test_of_equal_kernels_an_op_gets_one_that_starts_when_it_is_ready(ended_us: 
 def test_an_op_that_launches_nothing_takes_no_time() -> None:
     kernels = ran(("relu", 1, 3, 5), ("add", 1, 6, 7), ("copy", 1, 7, 8))
     launched = {"a": LAUNCHED["a"], "d": LAUNCHED["d"]}
-    assert times(FORKED, launched, kernels) == {"a": (0, 2), "b": (2, 2), "c": (0, 0), "d": (3, 5)}
+    assert times(FORKED, launched, kernels) == {"a": (0, 2), "b": (2, 2), "c": (2, 2), "d": (3, 5)}
 
 
 def test_a_fill_of_memory_may_be_a_kernel_of_the_graph() -> None:
