@@ -31,7 +31,7 @@ def whole(text: str) -> int:
         20
     """
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: use a whole number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: use a whole number, 0 or more")
     return int(text)
 
 

@@ -91,6 +91,8 @@ def interconnect_of(profile: DeviceProfile, name: str = NAMES[0]) -> Interconnec
         >>> from autostream.costs.device import profile_named
         >>> interconnect_of(profile_named("h200"), "infiniband").protocols
         (Protocol(start_us=6.6, bandwidth=42500.0),)
+        >>> interconnect_of(profile_named("l4")).name
+        'pcie'
     """
     if name not in _HOP_US:
         raise OptionError(f"interconnect={name!r} is not allowed: use {' or '.join(NAMES)}")
@@ -102,4 +104,5 @@ def interconnect_of(profile: DeviceProfile, name: str = NAMES[0]) -> Interconnec
         ),
         "infiniband": (Protocol(_START_US, _INFINIBAND),),
     }
-    return Interconnect(name, _HOP_US[name], protocols[name])
+    has_nvlink = peer > profile.link_bandwidth
+    return Interconnect(name if has_nvlink or name != "nvlink" else "pcie", _HOP_US[name], protocols[name])

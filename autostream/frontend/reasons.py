@@ -144,6 +144,8 @@ _WORDS = {
     "without validate_args=True",
     r"torch[/\\]nn[/\\]parallel[/\\]distributed\.py": "it calls DistributedDataParallel, which averages gradients by "
     "hooks that a graph would not call: call its .module, and give data_parallel=process_group",
+    "doesn't support `async_op=True": "it calls a collective with async_op=True: leave that out, as a schedule starts "
+    "it early and waits for it late",
     _RAISED.format(r"(\w+)"): "it raises an exception, {}: {}",
     r"^generic_jump|Data-dependent branching|data-dependent expression|Indexing list with non-scalar": "Python "
     "branches on a number that the call computes, or indexes with it: use torch.where, torch.index_select or an index "

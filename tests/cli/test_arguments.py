@@ -27,7 +27,7 @@ NO_NUMBERS = ["-1", "1.5", "many", "", "²"]
             ["", "x", "-1", "-1.1", "nan", "1,1", "1e9", "64mb", "64 MiB", "1.1xB", "²", "lots"],
             "use a ratio to one stream such as 1",
         ),
-        (whole, NO_NUMBERS, "use a whole number$"),
+        (whole, NO_NUMBERS, "use a whole number, 0 or more$"),
         (how_many, NO_NUMBERS, "use a whole number, or all$"),
         (share, ["1", "100%", "-1%", "nan", "some", "", "%"], r"write a share, such as 3% or 0\.03"),
     ],

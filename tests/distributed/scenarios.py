@@ -489,6 +489,22 @@ def parts_of_any_size_are_exchanged(rank: int, processes: int, group: dist.Proce
     assert [len(report.graph.collectives) for report in optimized.reports] == [1]
 
 
+def what_async_collectives_are_written_as_is_said(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """They run as they are, with the advice to leave the order to the schedule."""
+
+    def model(x: Tensor) -> Tensor:
+        y = x * 2
+        work = dist.all_reduce(y, group=group, async_op=True)
+        assert work is not None
+        work.wait()
+        return y
+
+    optimized = autostream.optimize(model, **STREAMED)
+    assert optimized(torch.ones(2)).tolist() == [2.0 * processes] * 2
+    reasons = [refusal.reason for report in optimized.reports for refusal in report.refusals]
+    assert any("a collective with async_op=True: leave that out" in reason for reason in reasons), reasons
+
+
 def averages_begin_alike(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """The average of weights that are others in each process is that of the first process's weights in all."""
     model = net(rank)
@@ -1123,6 +1139,7 @@ IN_TWO: dict[str, Scenario] = {
         other_collectives_are_refused,
         optimized_calls_with_other_collectives_are_refused,
         parts_of_any_size_are_exchanged,
+        what_async_collectives_are_written_as_is_said,
         averages_begin_alike,
         penalties_of_gradients_are_in_the_graph,
         a_process_is_late,
