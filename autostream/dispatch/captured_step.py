@@ -27,6 +27,7 @@ from autostream.frontend.inputs import aliases_of, described
 from autostream.frontend.reduction_buckets import gathered, in_buckets
 from autostream.frontend.step_capture import capture_step
 from autostream.frontend.steps import Traced, trace_step
+from autostream.frontend.tensor_parallel import distributed_parameter
 from autostream.ir import DeviceProfile, Program, Role
 from autostream.options import Options
 from autostream.pipeline import check_one_device, check_plannable, device_of, plan_program
@@ -122,6 +123,8 @@ def _uncapturable(modules: nn.Module) -> str:
             "DistributedDataParallel averages gradients by hooks, which a graph would not call: give its .module, and "
             "data_parallel=process_group"
         )
+    if name := distributed_parameter(modules):
+        return f"{name} is a DTensor, whose update is in none of autostream's graphs"
     return unusual_model(modules)
 
 

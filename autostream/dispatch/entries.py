@@ -32,6 +32,7 @@ from autostream.frontend.capture import capture
 from autostream.frontend.eager_only import unusual_model
 from autostream.frontend.inputs import names_of
 from autostream.frontend.modules import name_of
+from autostream.frontend.tensor_parallel import distributed_parameter, in_local_tensors
 from autostream.options import Options
 from autostream.tuning.beside_model import beside_model, is_contested, without_trial
 from autostream.utils.locks import preparing
@@ -75,7 +76,7 @@ def new_entry(
     try:
         captured = capture(model, args, kwargs)
     except TraceError as error:
-        if options.strict or isinstance(error, FastPathError):
+        if options.strict or isinstance(error, FastPathError) or distributed_parameter(model):
             return _refused(model, context, label, error)
         return SplitCall(model, label, str(error), compiled_graph)
     except Exception as error:
@@ -83,21 +84,23 @@ def new_entry(
     if captured is None:
         return EagerCall(label, "it computes nothing with tensors")
     try:
-        names = names_of(captured, model)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in captured.tensors):
+            names = names_of(captured, model)
             halves: list[CompiledGraph] = []
             run = differentiable(captured.module, captured.tensors, names, partial(compiled_graph, halves))
             return CapturedCall(captured, run, label, halves=halves)
-        same = (graph for graph in known if graph.is_of(captured.module, names))
-        compiled = next(same, None) or compiled_graph([], captured.module, names)
-        signature = compiled.signature(captured.tensors, admitted=True)
+        flat = in_local_tensors(captured)
+        names = names_of(flat, model)
+        same = (graph for graph in known if graph.is_of(flat.module, names))
+        compiled = next(same, None) or compiled_graph([], flat.module, names)
+        signature = compiled.signature(flat.tensors, admitted=True)
     except Exception as error:
         return _refused(model, context, label, error)
     finally:
         drop_weak_references(mode_of(captured.module))
     if signature is None:
         return EagerCall(label, compiled.refusal)
-    return CapturedCall(captured, compiled, label, signature)
+    return CapturedCall(flat, compiled, label, signature)
 
 
 def model_instead(

@@ -76,6 +76,8 @@ File                   Interface                                          Where 
 ..                     ``node``, which ``fx.Interpreter`` runs            a reason has no line
 ``scalers.py``         ``GradScaler._scale`` and its like                 a ``TraceError``: the step runs eagerly
 ``steps.py``           ``pop_dynamic_layer_stack`` of functorch           no fallback
+``tensor_parallel.py`` ``DTensor._local_tensor``: what it holds           no fallback
+..                     ``_random._rng_tracker``: numbers of DTensors      no call that draws such numbers is refused
 ``submodules.py``      ``nn_module_stack``: ids of modules                no cut points: models cannot be split
 ``pipelining.py``      ``_schedule_visualizer.get_schedule_ops``          GPipe and 1F1B only, whose order is known
 ``fake_processes.py``  ``torch.testing._internal.distributed.fake_pg``    ``--world`` is refused

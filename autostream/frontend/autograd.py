@@ -34,6 +34,7 @@ from autostream.frontend.eager_only import unusual_memory
 from autostream.frontend.inputs import names_like
 from autostream.frontend.saved_tensors import call_keeping_errors
 from autostream.frontend.static_tensors import attributes_as_inputs, with_attributes
+from autostream.frontend.tensor_parallel import local_of
 from autostream.ir import Role
 from autostream.runtime.saved_activations import SavedActivations
 from autostream.utils.storages import storage_of
@@ -115,7 +116,7 @@ def differentiable(
     """
     from torch._functorch.aot_autograd import aot_module_simplified
 
-    static = {storage_of(t) for t, (role, _) in zip(tensors, names, strict=True) if role is not Role.INPUT}
+    static = {storage_of(local_of(t)) for t, (role, _) in zip(tensors, names, strict=True) if role is not Role.INPUT}
     halves = _Halves(make, static)
     context = TracingContext.try_get() or TracingContext(mode_of(module))
     with compile_lock(), compile_session(), tracing(context), _error_checks_kept():

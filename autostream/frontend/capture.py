@@ -45,6 +45,7 @@ from autostream.frontend.guards import (
 )
 from autostream.frontend.reasons import PYTHONS_NUMBERS, reason_of
 from autostream.frontend.static_tensors import attributes_as_inputs, with_attributes
+from autostream.frontend.tensor_parallel import is_distributed, is_mesh, local_source, no_random_numbers
 from autostream.utils import collector
 
 Arguments = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -197,6 +198,7 @@ def capture(
             timed(),
             errors_not_logged(lambda reason: None),
             arguments_not_checked(),
+            no_random_numbers(),
             dynamic(counters),
         ):
             random_state = random.getstate()  # Dynamo runs the model's calls of ``random`` while it traces
@@ -277,6 +279,8 @@ def _capture_of(
     drop_guards(graph_output, values, is_default_of_checks)
     if unguarded is not None:
         drop_guards(graph_output, values, unguarded)
+    given = zip(module.graph.find_nodes(op="placeholder"), example_inputs, strict=False)
+    inside = [getattr(node, "_dynamo_source", None) for node, value in given if is_mesh(value)]
     numbers = apart(module, example_inputs)
     tensors = *(value for value in example_inputs if isinstance(value, Tensor)), *attributes
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -293,7 +297,12 @@ def _capture_of(
     held = [source for source, item in zip(sources, inputs, strict=True) if not item.is_argument]
     if unguarded is not None:
         held = [source for source in held if not is_reached(source, values, unguarded)]
-    guard_identities(graph_output, held)
+    inside += [
+        local_source(source)
+        for source, item, value in zip(sources, inputs, tensors, strict=True)
+        if not item.is_argument and is_distributed(value)
+    ]
+    guard_identities(graph_output, [*held, *inside])
     drop_idle_dropouts(module)
     simplify_masks(module)
     use_attention_fast_path(module)

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from autostream.errors import TraceError
 from autostream.frontend.guards import source_name
+from autostream.frontend.tensor_parallel import is_mesh
 
 Run = Callable[..., Sequence[Any]]
 """Runs a graph: takes and returns flat values."""
@@ -111,6 +112,9 @@ def apart(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Numbers | No
     if not taken:
         return None
     inputs = [placeholders[at] for at in taken]
+    for node, at in zip(inputs, taken, strict=True):
+        if is_mesh(example_inputs[at]):
+            _hold(module, node, example_inputs[at])
     depends = dict.fromkeys(inputs)
     for node in module.graph.nodes:
         if node.op != "output" and not depends.keys().isdisjoint(node.all_input_nodes):
@@ -129,6 +133,14 @@ def apart(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Numbers | No
         module.graph.erase_node(node)
     module.recompile()
     return Numbers(taken, returned, fx.GraphModule(module, graph).forward)
+
+
+def _hold(module: fx.GraphModule, placeholder: fx.Node, value: object) -> None:
+    """Let a graph take an object that is guarded by its identity from itself, in place of an input."""
+    with module.graph.inserting_after(placeholder):
+        node = module.graph.create_node("get_attr", f"held_{placeholder.name}")
+    setattr(module, str(node.target), value)
+    placeholder.replace_all_uses_with(node)
 
 
 def _never_fails(node: fx.Node) -> bool:

@@ -1,7 +1,7 @@
 """Which calls stay eager: those for which a captured graph would not do what the model does.
 
-Modes that observe single ops, function transforms, unusual tensors, TorchScript, models that are sharded over
-processes, and callers that are tracing.
+Modes that observe single ops, function transforms, unusual tensors, TorchScript, models of ``fully_shard``, and callers
+that are tracing.
 """
 
 from __future__ import annotations
@@ -108,13 +108,8 @@ def unusual_model(model: nn.Module) -> str:
     if has_torchscript(model):
         return "TorchScript cannot be captured: use the module that it was made from"
     if is_fully_sharded(model):
-        return f"fully_shard gathers its parameters by hooks, {_SHARDED}"
-    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    name = next((name for name, parameter in model.named_parameters() if isinstance(parameter, sharded)), "")
-    return f"{name} is a DTensor, which sums and gathers op by op, {_SHARDED}" if name else ""
-
-
-_SHARDED = "and what it communicates is in none of autostream's graphs"
+        return "fully_shard gathers its parameters by hooks, and what it communicates is in none of autostream's graphs"
+    return ""
 
 
 def is_fully_sharded(model: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autostream.frontend.capture import Capture
 from autostream.frontend.static_tensors import stays
+from autostream.frontend.tensor_parallel import local_of
 from autostream.ir import Role
 from autostream.utils.storages import byte_offset, storage_of
 
@@ -29,7 +30,7 @@ def names_of(captured: Capture, model: nn.Module) -> list[tuple[Role, str]]:
     """
     known: dict[int, tuple[Role, str]] = {}
     for name, parameter in model.named_parameters():
-        known[id(parameter)] = Role.PARAMETER, name
+        known[id(parameter)] = known[id(local_of(parameter))] = Role.PARAMETER, name
     for name, buffer in model.named_buffers():
         known.setdefault(id(buffer), (Role.BUFFER, name))
     names = []

@@ -134,6 +134,7 @@ _RAISED = r"""(?m)raised exception {}\([(\[]*(?:ConstantVariable\(str: )?['"](.*
 PYTHONS_NUMBERS = f"it draws random numbers from a generator of Python's: {_BEFORE}"
 
 _WORDS = {
+    r"""got TraceError\(['"](.*?)['"]\)""": "{}",  # by what stands in for the random numbers of DTensors
     _RAISED.format("TraceError"): "{}",  # by a function that takes the place of PyTorch's
     r", in (load_state_dict|state_dict)\n": "it calls {}(): write the tensors in place, as "
     "torch._foreach_copy_(list(target.parameters()), list(critic.parameters())) does",

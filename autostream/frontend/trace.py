@@ -16,6 +16,7 @@ from autostream.frontend.aten import program_of
 from autostream.frontend.capture import Capture, capture
 from autostream.frontend.inputs import names_of
 from autostream.frontend.modules import name_of
+from autostream.frontend.tensor_parallel import in_local_tensors
 from autostream.ir import Program
 
 
@@ -77,6 +78,7 @@ def trace(
             raise type(error)(f"{name_of(model)} is no one graph: {error}") from error
         if captured is None:
             raise TraceError(f"{name_of(model)} computes nothing with tensors")
+        captured = in_local_tensors(captured)
         names = names_of(captured, model)
         inputs = [(*name, tensor) for name, tensor in zip(names, captured.tensors, strict=True)]
         program, constants = program_of(captured.module, inputs, device=device)

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -667,7 +668,7 @@ def _tensor_parallel(model: nn.Module, mesh: Any) -> None:
 
 
 def sharded_models_run_as_they_are(rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    """FSDP2 and tensor parallel: calls and steps are right, and the report says why they are in no graph."""
+    """FSDP2, and steps of tensor parallel models: they are right, and the report says why they are in no graph."""
     mesh = init_device_mesh("cpu", (processes,))
     for shard, reason in ((_fully_sharded, "fully_shard"), (_tensor_parallel, "0.weight is a DTensor")):
         model, whole = _mlp(), _mlp()
@@ -685,9 +686,76 @@ def sharded_models_run_as_they_are(rank: int, processes: int, group: dist.Proces
             loss.backward()
             sgds[1].step()
             torch.testing.assert_close(step(x, y), loss.detach())
-        for report in (*fast.reports, *step.reports):
-            assert report.mode == "plain"
-            assert any(reason in each.reason for each in report.refusals), report.refusals
+        reports = step.reports if shard is _tensor_parallel else (*fast.reports, *step.reports)
+        assert any(reason in each.reason for report in reports for each in report.refusals)
+
+
+def tensor_parallel_calls_are_graphs(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Calls of a tensor parallel model, with gradients and without, whatever becomes of its weights."""
+    mesh = init_device_mesh("cpu", (processes,))
+    model, whole = _mlp(), _mlp()
+    _tensor_parallel(model, mesh)
+    fast = autostream.optimize(model, **STREAMED)
+    sgds = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
+    generator = torch.Generator().manual_seed(0)
+
+    def check(rows: int = 4) -> None:
+        x = torch.randn(rows, 8, generator=generator, dtype=torch.float64)
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x), whole(x))
+        given = [x.clone().requires_grad_() for _ in sgds]
+        for run, each in zip((fast, whole), given, strict=True):
+            run(each).square().sum().backward()
+        torch.testing.assert_close(given[0].grad, given[1].grad)
+        for own, other in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(own.grad.full_tensor(), other.grad)
+
+    for rows in (4, 4, 4, 6):
+        check(rows)
+        for sgd in sgds:
+            sgd.step()
+            sgd.zero_grad()
+    for report in fast.reports:
+        first = report.parts[0] if report.parts else report
+        assert len(first.graph.collectives) == 1, report.mode
+    for double in (_swap, _replace):
+        with torch.no_grad():
+            double(model[0])
+            whole[0].weight.mul_(2)
+        for each in (model, whole):
+            each.zero_grad()
+        check()
+
+
+def _swap(linear: nn.Module) -> None:
+    torch.utils.swap_tensors(linear.weight, nn.Parameter(linear.weight * 2))
+
+
+def _replace(linear: nn.Module) -> None:
+    linear.weight = nn.Parameter(linear.weight * 2)
+
+
+def dtensors_that_no_graph_has(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Calls that return or take a DTensor, or draw random numbers for one, run as they are; the report says why."""
+    mesh = init_device_mesh("cpu", (processes,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout()).double()
+    whole = copy.deepcopy(model)
+    parallelize_module(model, mesh, {"0": ColwiseParallel(use_local_output=False)})
+    x = torch.randn(4, 8, dtype=torch.float64)
+    copies = distribute_tensor(x, mesh, [Replicate()])
+    fast = autostream.optimize(model, **STREAMED)
+    with torch.no_grad():
+        fast(x)
+        model.eval(), whole.eval()
+        for given in (x, copies):
+            torch.testing.assert_close(fast(given).full_tensor(), whole(x))
+    fast(x).full_tensor().sum().backward()
+    whole(x).sum().backward()
+    torch.testing.assert_close(model[0].weight.grad.full_tensor(), whole[0].weight.grad)
+    reasons = [each.reason for report in fast.reports for each in report.refusals]
+    for reason in ("it draws random numbers for a DTensor", "it returns a DTensor", "input 0 is a DTensor"):
+        assert any(each.startswith(reason) for each in reasons), reasons
 
 
 def rows_and_columns(rank: int, processes: int, group: dist.ProcessGroup) -> None:
@@ -1156,6 +1224,8 @@ IN_TWO: dict[str, Scenario] = {
         kernels_that_one_process_cannot_make,
         collectives_in_a_functional_graph,
         sharded_models_run_as_they_are,
+        tensor_parallel_calls_are_graphs,
+        dtensors_that_no_graph_has,
         stages_by_each_schedule,
         a_process_dies,
     )

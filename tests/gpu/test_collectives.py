@@ -14,6 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -126,6 +129,31 @@ def test_a_step_with_reductions_of_its_own_is_replayed(group: dist.ProcessGroup)
     (report,) = step.reports
     assert report.mode == "cuda graph", report.refusals
     assert 0 < len(report.graph.collectives) < 6  # type: ignore[union-attr]  # joined in buckets
+
+
+@pytest.mark.parametrize("kernels", LEVELS)
+def test_a_tensor_parallel_model_is_one_cuda_graph(kernels: str, group: dist.ProcessGroup) -> None:
+    """Also after steps of an optimizer, with gradients and without. A mesh of one device needs no collectives."""
+    mesh = init_device_mesh("cuda", (1,))
+    torch.manual_seed(0)
+    model = mlp()
+    whole = copy.deepcopy(model)
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fast = autostream.optimize(model, kernels=kernels, **STREAMED)
+    sgds = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, whole)]
+    for _ in range(4):
+        x = torch.randn(32, 64, device="cuda")
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x), whole(x), rtol=1e-4, atol=1e-5)
+        for run, sgd in zip((fast, whole), sgds, strict=True):
+            sgd.zero_grad()
+            run(x).square().mean().backward()
+            sgd.step()
+    for one, another in zip(model.parameters(), whole.parameters(), strict=True):
+        local = one.full_tensor() if isinstance(one, DTensor) else one
+        torch.testing.assert_close(local, another, rtol=1e-3, atol=1e-5)
+    alone = next(report for report in fast.reports if not report.parts)
+    assert (alone.mode, alone.level) == ("cuda graph", LEVELS[kernels]), alone.refusals
 
 
 def on_gpus(kernels: str, rank: int, processes: int, group: dist.ProcessGroup) -> None:

@@ -1,0 +1,119 @@
+"""Tensor parallelism: models whose parameters are DTensors, which ``parallelize_module`` makes.
+
+    graph(x, DTensor) ──make_fx on fake tensors──▶ graph(x, local tensor), whose collectives are ops
+
+Dynamo captures a call with DTensors. Where gradients are recorded, AOTAutograd takes them apart; where not, this does.
+Which tensor a DTensor holds is guarded by its identity, as the DTensor is (``capture.py``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, fx, nn
+
+from autostream.errors import TraceError
+from autostream.frontend.aten import traced_on_fakes
+
+if TYPE_CHECKING:
+    from autostream.frontend.capture import Capture
+
+LOCAL = "_local_tensor"
+"""The attribute of a DTensor that is its local tensor, as its ``__tensor_flatten__`` says."""
+
+
+def is_distributed(value: object) -> bool:
+    """Whether a value is a DTensor. Where nothing has imported its module, there are none."""
+    return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+def is_mesh(value: object) -> bool:
+    """Whether a value is a mesh of devices, which torch 2.13 passes to a graph."""
+    return isinstance(value, getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", ()))
+
+
+def local_of(value: Any) -> Any:
+    """What a DTensor holds in this process, the same object each time; of any other value, the value."""
+    return getattr(value, LOCAL) if is_distributed(value) else value
+
+
+def local_source(source: Any) -> Any:
+    """Where Dynamo finds the local tensor of a DTensor that it finds at this source."""
+    from torch._dynamo.source import AttrSource
+
+    return AttrSource(source, LOCAL)
+
+
+def distributed_parameter(model: nn.Module) -> str:
+    """The name of a parameter that is a DTensor; or ``""``.
+
+    Example:
+        >>> distributed_parameter(nn.Linear(2, 2))
+        ''
+    """
+    return next((name for name, parameter in model.named_parameters() if is_distributed(parameter)), "")
+
+
+def in_local_tensors(captured: Capture) -> Capture:
+    """The same capture, with the local tensors of DTensors as inputs of its graph. Its gradients are not recorded.
+
+    Raises:
+        TraceError: an argument holds a DTensor, it returns one, or it cannot be traced.
+    """
+    found = [item for item, tensor in zip(captured.inputs, captured.tensors, strict=True) if is_distributed(tensor)]
+    if not found:
+        return captured
+    if any(item.is_argument for item in found):
+        raise TraceError("an argument holds a DTensor: pass its local tensor, and make the DTensor in the call")
+    whole = captured.restored  # which does not keep the tensors of the captured call
+
+    def run(*values: Tensor) -> Sequence[Any]:
+        inputs = map(_with_local, captured.tensors, values)
+        outputs: Sequence[Any] = fx.Interpreter(captured.module).run(*inputs)
+        if any(map(is_distributed, outputs)):
+            raise TraceError("it returns a DTensor, whose graph would return its local tensor: return to_local() of it")
+        return outputs
+
+    def restored(run: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
+        return whole(lambda *values: run(*map(local_of, values)))
+
+    tensors = tuple(map(local_of, captured.tensors))
+    return replace(captured, module=traced_on_fakes(run, tensors, None), tensors=tensors, restored=restored)
+
+
+def _with_local(tensor: Any, local: Tensor) -> Tensor:
+    """A DTensor like another one, with another local tensor; in place of any other tensor, the local one itself."""
+    if not is_distributed(tensor):
+        return local
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: local if name == LOCAL else getattr(tensor, name) for name in names}
+    made: Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
+    return made
+
+
+@contextmanager
+def no_random_numbers() -> Iterator[None]:
+    """Refuse to trace random numbers of DTensors: which part of the numbers is whose, is a state of Python's.
+
+    Private to PyTorch: in a version that keeps this state elsewhere, nothing is refused.
+    """
+    random: Any = sys.modules.get("torch.distributed.tensor._random")
+    if random is None:
+        yield
+        return
+    kept, random._rng_tracker = random._rng_tracker, _Refuses()
+    try:
+        yield
+    finally:
+        random._rng_tracker = kept
+
+
+class _Refuses:
+    """In place of the object that keeps the state of random numbers of DTensors."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise TraceError("it draws random numbers for a DTensor, by a state that no graph has")
