@@ -140,7 +140,7 @@ def test_a_tensor_parallel_model_is_one_cuda_graph(kernels: str, group: dist.Pro
     whole = copy.deepcopy(model)
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fast = autostream.optimize(model, kernels=kernels, **STREAMED)
-    sgds = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, whole)]
+    sgds = [torch.optim.SGD(each.parameters(), lr=0.05, foreach=False) for each in (model, whole)]
     for _ in range(4):
         x = torch.randn(32, 64, device="cuda")
         with torch.no_grad():
