@@ -77,4 +77,4 @@ def scores(agent: Agent, device: torch.device) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    compare(Agent, batch, scores, *options(steps=300), rise=True)
+    compare(Agent, batch, scores, *options(steps=100), rise=True)
