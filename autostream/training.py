@@ -39,6 +39,7 @@ from autostream.frontend.model_proxy import proxy_of
 from autostream.frontend.modules import name_of
 from autostream.frontend.optimizers import TRACED, note_step, obstacle, takes_closure
 from autostream.frontend.parameters import parameters_of, stateless
+from autostream.frontend.tensor_parallel import is_distributed
 from autostream.frontend.training_steps import Gradients
 from autostream.frontend.tree import map_tensors
 from autostream.ir import Decision, DeviceProfile
@@ -239,10 +240,15 @@ def _beginning_alike(group: ProcessGroup | Literal[False] | None, tensors: Seque
 
     Raises:
         GroupError: another process has other tensors or trains others, or has not come here in time.
-        TargetError: it is no process group of this process.
+        TargetError: it is no process group of this process, or one of the tensors is a DTensor.
     """
     parallel = data_parallel_of(group)
     if parallel and group:
+        if any(map(is_distributed, tensors)):
+            raise TargetError(
+                "data_parallel averages no gradients of DTensors: leave it out, and average those of their local "
+                "tensors after the backward, over the processes that have the same shards"
+            )
         agree(parallel.group, list(map(_in_words, tensors)))
         share(group, tensors)
     return parallel

@@ -23,6 +23,7 @@ from autostream.dispatch.captured_call import CapturedCall
 from autostream.dispatch.eager_call import EagerCall, EagerReplay
 from autostream.dispatch.entries import Entry
 from autostream.dispatch.replay import GuardFailed, Replay
+from autostream.frontend.tensor_parallel import local_of
 
 MISSED: Final = object()
 """No replay has run the call."""
@@ -130,7 +131,7 @@ class CachedReplays:
         self._cached = tuple(cached for cached in self._cached if cached.state <= state and cached.replay.is_in_place)
 
     def _state(self) -> frozenset[int]:
-        return frozenset(map(id, chain(self._model.parameters(), self._model.buffers())))
+        return frozenset(id(local_of(each)) for each in chain(self._model.parameters(), self._model.buffers()))
 
 
 def _drop_of(replays: weakref.ref[CachedReplays], entry: weakref.ref[CapturedCall]) -> None:

@@ -123,9 +123,10 @@ def _uncapturable(modules: nn.Module) -> str:
             "DistributedDataParallel averages gradients by hooks, which a graph would not call: give its .module, and "
             "data_parallel=process_group"
         )
-    if name := distributed_parameter(modules):
-        return f"{name} is a DTensor, whose update is in none of autostream's graphs"
-    return unusual_model(modules)
+    if reason := unusual_model(modules):
+        return reason
+    name = distributed_parameter(modules)
+    return f"{name} is a DTensor, whose update is in none of autostream's graphs" if name else ""
 
 
 def _layouts_of(inputs: Sequence[Tensor]) -> Hashable:

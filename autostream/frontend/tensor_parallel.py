@@ -58,6 +58,18 @@ def distributed_parameter(model: nn.Module) -> str:
     return next((name for name, parameter in model.named_parameters() if is_distributed(parameter)), "")
 
 
+def groups_of(model: nn.Module) -> list[str]:
+    """The names of the process groups that the DTensors of a model's parameters communicate in, by mesh and dimension.
+
+    Example:
+        >>> groups_of(nn.Linear(2, 2))
+        []
+    """
+    distributed: list[Any] = [each for each in model.parameters() if is_distributed(each)]
+    meshes = dict.fromkeys(each.device_mesh for each in distributed)
+    return list(dict.fromkeys(group.group_name for mesh in meshes for group in mesh.get_all_groups()))
+
+
 def in_local_tensors(captured: Capture) -> Capture:
     """The same capture, with the local tensors of DTensors as inputs of its graph. Its gradients are not recorded.
 

@@ -24,11 +24,12 @@ from torch import Tensor
 
 from autostream.errors import CaptureError, FusionError, GroupError, ScheduleError, first_line
 from autostream.fusion.cache import fused_here
-from autostream.ir import Candidate, Decision, Limit, Program
+from autostream.ir import Candidate, Decision, Limit, OpGraph, Program
 from autostream.options import Options
 from autostream.runtime.restore import Restore, undone
 from autostream.runtime.runs import without_autocast
 from autostream.runtime.static_inputs import static_copies
+from autostream.scheduling.communication import first_difference
 from autostream.store import Notes
 from autostream.tuning.agreement import ALONE, Peers, agree_on, peers_of
 from autostream.tuning.candidates import best_of, candidates_again, candidates_for, check, variants_of
@@ -310,12 +311,25 @@ def _best_as_measured(task: Task, priced: Priced, peers: Peers, *, capture: bool
         while found := peers.first("a variant", lambda: tuple(islice(variants, 1)), tuple[Candidate, ...]):
             yield from verified(found)
 
+    _check_alike(priced.graph, peers)
     candidates = peers.first("its schedules", made, tuple[Candidate, ...])
     with stopwatch("verify"):
         verified(candidates)
     with stopwatch("select"), _undone(task, priced) as restore:
         left_s, program, arguments = stopwatch.left(options), task.program, task.arguments
         return select(program, priced.graph, candidates, arguments, task.bound, restore, left_s, varied, peers)
+
+
+def _check_alike(graph: OpGraph, peers: Peers) -> None:
+    """Check that all processes have the same ops, as they run the schedules of the first.
+
+    Raises:
+        ScheduleError: a process has others, as that of a smaller shard may.
+    """
+    first, *others = peers.each("its ops", lambda: [*graph.ops])
+    for rank, ops in enumerate(others, 1):
+        if difference := first_difference(first, ops, "rank 0", f"rank {rank}"):
+            raise ScheduleError(f"its processes would run other ops: {difference}")
 
 
 def _best_by_estimates(task: Task, priced: Priced, *, capture: bool) -> Selection:
