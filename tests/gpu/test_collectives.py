@@ -6,7 +6,7 @@ In a group of one on one GPU, and between two or four GPUs where there are so ma
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -131,10 +131,9 @@ def test_a_step_with_reductions_of_its_own_is_replayed(group: dist.ProcessGroup)
     assert 0 < len(report.graph.collectives) < 6  # type: ignore[union-attr]  # joined in buckets
 
 
-@pytest.mark.parametrize("kernels", LEVELS)
-def test_a_tensor_parallel_model_is_one_cuda_graph(kernels: str, group: dist.ProcessGroup) -> None:
-    """Also after steps of an optimizer, with gradients and without. A mesh of one device needs no collectives."""
-    mesh = init_device_mesh("cuda", (1,))
+def tensor_parallel(kernels: str, rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Calls with gradients and without, between steps of an optimizer; a mesh of one device needs no collectives."""
+    mesh = init_device_mesh("cuda", (processes,))
     torch.manual_seed(0)
     model = mlp()
     whole = copy.deepcopy(model)
@@ -154,6 +153,13 @@ def test_a_tensor_parallel_model_is_one_cuda_graph(kernels: str, group: dist.Pro
         torch.testing.assert_close(local, another, rtol=1e-3, atol=1e-5)
     alone = next(report for report in fast.reports if not report.parts)
     assert (alone.mode, alone.level) == ("cuda graph", LEVELS[kernels]), alone.refusals
+    assert alone.graph is not None
+    assert len(alone.graph.collectives) == (processes > 1)
+
+
+@pytest.mark.parametrize("kernels", LEVELS)
+def test_a_tensor_parallel_model_is_one_cuda_graph(kernels: str, group: dist.ProcessGroup) -> None:
+    tensor_parallel(kernels, 0, 1, group)
 
 
 def on_gpus(kernels: str, rank: int, processes: int, group: dist.ProcessGroup) -> None:
@@ -165,10 +171,11 @@ def on_gpus(kernels: str, rank: int, processes: int, group: dist.ProcessGroup) -
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_gpus_train_as_ddp(processes: int) -> None:
+@pytest.mark.parametrize("scenario", [on_gpus, tensor_parallel], ids=["train as DDP", "share the weights of a model"])
+def test_gpus(scenario: Callable[..., None], processes: int) -> None:
     if torch.cuda.device_count() < processes:
         pytest.skip(f"there are not {processes} GPUs")
-    found = outcomes({kernels: partial(on_gpus, kernels) for kernels in LEVELS}, processes, backend="nccl")
+    found = outcomes({kernels: partial(scenario, kernels) for kernels in LEVELS}, processes, backend="nccl")
     failed = {name: texts for name, texts in found.items() if any(texts)}
     assert not failed, "\n".join(f"{name}: {text}" for name, texts in failed.items() for text in texts)
 
