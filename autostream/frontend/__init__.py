@@ -4,7 +4,7 @@ Where to look: ``capture.py`` captures a call as one graph, ``guards.py`` says w
 happens at a graph break, ``eager_only.py`` which calls stay eager. ``aten.py`` makes programs of captured graphs,
 ``autograd.py`` forward and backward graphs. ``step_capture.py`` captures a training step, of which ``steps.py`` makes
 one program, in which ``gradient_sums.py`` adds products to sums; ``training_steps.py`` writes out those of
-``train_step``. ``reasons.py`` says why Dynamo refused.
+``train_step``. ``tensor_parallel.py`` takes DTensors apart. ``reasons.py`` says why Dynamo refused.
 
 The private interfaces of PyTorch that this package uses. All of them were first seen in torch 2.11, and are there in
 2.13; both versions are tested. After a ``TraceError`` the call runs eagerly.
