@@ -253,6 +253,11 @@ class OpGraph:
         return frozenset(op.name for op in self.ops.values() if op.group)
 
     @cached_property
+    def process_groups(self) -> tuple[str, ...]:
+        """The names of the process groups of its collectives, sorted."""
+        return tuple(sorted({op.group for op in self.ops.values()} - {""}))
+
+    @cached_property
     def pinned(self) -> frozenset[str]:
         """Ops that must be on stream 0 in a run that is not captured.
 

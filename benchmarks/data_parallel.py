@@ -36,7 +36,7 @@ from autostream.errors import first_line
 from autostream.explaining import reports_of
 from autostream.ir import OpGraph
 from autostream.reporting.report import Report
-from autostream.runtime.measured_timeline import Kernel, profiled, replays
+from autostream.runtime.profiled_kernels import Kernel, profiled, replays
 from autostream.scheduling.communication import uncovered_us
 from benchmarks.harness.training import TrainingSubject, eager, scheduled
 from benchmarks.stamp import save, saving_parser, stamp

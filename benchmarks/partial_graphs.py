@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import autostream
 from autostream.runtime.clock import clock_of, interleaved
-from autostream.runtime.measured_timeline import profiled, share_in_graphs
+from autostream.runtime.profiled_kernels import profiled, share_in_graphs
 from benchmarks.stamp import save, saving_parser, stamp
 
 WIDTH, ROWS, BRANCHES = 512, 1024, 4

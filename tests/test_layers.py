@@ -204,7 +204,7 @@ ONLY_IN = [
     (
         r"\bjson\.loads?\(",
         {
-            *("cli.compare", "costs.records", "runtime.measured_timeline"),
+            *("cli.compare", "costs.records", "runtime.profiled_kernels"),
             *("fusion.cache", "fusion.kernel_json", "tuning.agreement", "tuning.choices"),
         },
     ),

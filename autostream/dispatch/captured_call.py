@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autostream.dispatch.compiled_graph import CompiledGraph, CompiledSignature, report_of_halves
+from autostream.dispatch.compiled_graph import CompiledGraph, CompiledSignature, reports_of_graph
 from autostream.dispatch.replay import GuardFailed, Replay
 from autostream.dispatch.results import structure_of_result
 from autostream.frontend.capture import Capture, Input
@@ -96,7 +96,7 @@ class CapturedCall:
                 for report in (each.report for each in current)
             )
             return (*reports, *self.compiled.refused)
-        return (replace(report_of_halves(model, self._halves), signature=self.label),)
+        return tuple(replace(report, signature=self.label) for report in reports_of_graph(model, self._halves))
 
     def undone(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -243,17 +243,11 @@ TOO_LITTLE = (
 
 
 def reports_of_graph(model: str, compiled: Sequence[CompiledGraph]) -> tuple[Report, ...]:
-    """The reports of one of Dynamo's graphs: one for forward and backward together, else one for each signature."""
-    if any(graph.half for graph in compiled):
-        return (report_of_halves(model, compiled),)
-    return tuple(report for graph in compiled for report in graph.reports)
-
-
-def report_of_halves(model: str, halves: Sequence[CompiledGraph]) -> Report:
-    """One report of a graph that records gradients: its parts are those of the forward and the backward so far."""
-    parts = tuple(report for half in halves for report in half.reports)
-    signature = next((part.signature for part in parts), "not run yet")
-    return Report(model, signature, "forward and backward", versions=versions(), parts=parts)
+    """The reports of one of Dynamo's graphs: one for forward and backward so far together, else one per signature."""
+    reports = tuple(report for graph in compiled for report in graph.reports)
+    if not reports or not any(graph.half for graph in compiled):
+        return reports
+    return (Report(model, reports[0].signature, "forward and backward", versions=versions(), parts=reports),)
 
 
 def eager_reason(options: Options, tensors: Iterable[Any]) -> str:

@@ -32,7 +32,7 @@ from autostream.frontend.capture import Capture, capture
 from autostream.frontend.eager_only import unusual_model
 from autostream.frontend.inputs import names_of
 from autostream.frontend.modules import name_of
-from autostream.frontend.tensor_parallel import distributed_parameter, groups_of, in_local_tensors
+from autostream.frontend.tensor_parallel import distributed_parameter, groups_of, in_local_tensors, returns_distributed
 from autostream.options import Options
 from autostream.tuning.agreement import Peers
 from autostream.tuning.beside_model import beside_model, is_contested, without_trial
@@ -85,7 +85,8 @@ def new_entry(
     if captured is None:
         return EagerCall(label, "it computes nothing with tensors")
     try:
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in captured.tensors):
+        recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in captured.tensors)
+        if recorded or returns_distributed(captured.module):
             names = names_of(captured, model)
             halves: list[CompiledGraph] = []
             run = differentiable(captured.module, captured.tensors, names, partial(compiled_graph, halves))

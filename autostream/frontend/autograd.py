@@ -34,7 +34,7 @@ from autostream.frontend.eager_only import unusual_memory
 from autostream.frontend.inputs import names_like
 from autostream.frontend.saved_tensors import call_keeping_errors
 from autostream.frontend.static_tensors import attributes_as_inputs, with_attributes
-from autostream.frontend.tensor_parallel import local_of
+from autostream.frontend.tensor_parallel import is_distributed, local_of
 from autostream.ir import Role
 from autostream.runtime.saved_activations import SavedActivations
 from autostream.utils.storages import storage_of
@@ -79,8 +79,9 @@ def run_graph(module: GraphModule, example_inputs: Sequence[Any], make: Make) ->
     use_attention_fast_path(module)
     values = [*example_inputs, *attributes]
     names = names_like(values)
+    recorded = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values)
     run: Callable[..., Any]
-    if torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values):
+    if recorded or any(map(is_distributed, values)):  # AOTAutograd takes DTensors apart
         run = differentiable(module, values, names, make)
     else:
         run = make(module, names)

@@ -133,9 +133,9 @@ def agree_on(graph: OpGraph, order: Iterable[str]) -> None:
         GroupError: another process would launch others, or has not answered in time.
     """
     order = tuple(order)
-    named = sorted({graph.ops[name].group for name in graph.collectives})
-    for group in (name for name in named if processes_in(name) > 1):
-        found = sequence(graph, order, {other for other in named if ranks_of(other) >= ranks_of(group)})
+    groups = graph.process_groups
+    for group in (name for name in groups if processes_in(name) > 1):
+        found = sequence(graph, order, {other for other in groups if ranks_of(other) >= ranks_of(group)})
         exchanges = [(each.sends, each.receives) if each.group == group else ((), ()) for each in found]
         told = _exchange(group, [str(each) for each in found], exchanges)
         if mismatch := first_mismatch(told):

@@ -58,4 +58,4 @@ def without_trial(report: Report) -> Decision:
     return Decision("", "plain", f"{_NO_TRIAL}, and on one stream there is nothing to gain on a CPU")
 
 
-_NO_TRIAL = "it cannot be timed beside the model itself, whose Python may have effects that a run more would repeat"
+_NO_TRIAL = "it cannot be timed beside the model itself, since effects of one more run might be seen"

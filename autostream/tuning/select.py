@@ -264,7 +264,7 @@ def build(
     if program.level == "inductor":
         run = uncast(run)
     if graph.collectives:
-        run = naming_who_has_ended(run, sorted({graph.ops[name].group for name in graph.collectives}))
+        run = naming_who_has_ended(run, graph.process_groups)
     if not candidate.captured:
         return run
     random = any(op.orders for op in graph.ops.values())  # ops with unknown effects may be random too

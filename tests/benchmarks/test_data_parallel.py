@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from autostream.runtime.measured_timeline import Kernel
+from autostream.runtime.profiled_kernels import Kernel
 from benchmarks import data_parallel
 from benchmarks.data_parallel import main, sums_of, table
 from benchmarks.zoo import TrainingWorkload

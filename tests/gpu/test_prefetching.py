@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autostream
 from autostream.api import OptimizedModule
-from autostream.runtime.measured_timeline import profiled
+from autostream.runtime.profiled_kernels import profiled
 from autostream.runtime.streams import copy_stream
 
 pytestmark = [

@@ -21,7 +21,8 @@ from autostream.options import Options
 from autostream.reporting import timeline
 from autostream.runtime import measured_timeline
 from autostream.runtime.lower import lower
-from autostream.runtime.measured_timeline import Annotated, Kernel, Key, Unmatched, kernels_by_op, match, replays
+from autostream.runtime.measured_timeline import Unmatched, match
+from autostream.runtime.profiled_kernels import Annotated, Kernel, Key, kernels_by_op, replays
 from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.policies.sequential import one_stream
 from autostream.scheduling.simulate import simulate
