@@ -24,14 +24,16 @@ from autostream.frontend.data_parallel import replicas
 from autostream.frontend.eager_only import unusual_model
 from autostream.frontend.guards import FailedGuard
 from autostream.frontend.inputs import aliases_of, described
+from autostream.frontend.optimizers import FirstUpdateError
 from autostream.frontend.reduction_buckets import gathered, in_buckets
 from autostream.frontend.step_capture import capture_step
 from autostream.frontend.steps import Traced, trace_step
-from autostream.frontend.tensor_parallel import distributed_parameter
+from autostream.frontend.tensor_parallel import groups_of, local_of
 from autostream.ir import DeviceProfile, Program, Role
 from autostream.options import Options
 from autostream.pipeline import check_one_device, check_plannable, device_of, plan_program
 from autostream.reporting.report import Report
+from autostream.tuning.agreement import everywhere
 from autostream.tuning.best_buckets import best_buckets, in_best_buckets
 from autostream.utils.stopwatch import Stopwatch
 
@@ -50,13 +52,15 @@ class CapturedStep:
         scheduled: runs the step's program.
 
     Raises:
+        FirstUpdateError: an optimizer makes its state in this call.
+        GroupError: a process of a group of its DTensors has not come as far in time.
         TraceError: no graph computes the step.
     """
 
     def __init__(self, step: WrittenStep, call: Call, context: ModelContext) -> None:
         stopwatch = Stopwatch()
         with stopwatch("trace"):
-            captured, self.traced = trace(step, call)
+            captured, self.traced = _traced_everywhere(step, call)
         inputs, self._body = captured.tensors, step.body
         program, notes = in_best_buckets(self.traced.program, context.options, stopwatch)
         stays = [placeholder.role is not Role.INPUT for placeholder in program.placeholders]
@@ -96,6 +100,8 @@ class CapturedStep:
         It may have tensors that are no outputs of the graph, such as weights.
         """
         self._outputs[:] = outputs
+        for at, whole in self.traced.wholes.items():
+            self._outputs[at] = whole(outputs[at])
         try:
             with torch.enable_grad():
                 return self._restored(self._body, args, kwargs)
@@ -117,20 +123,32 @@ def trace(step: WrittenStep, call: Call, device: str | None = None) -> tuple[Cap
     return captured, trace_step(captured, call.updates, modules, call.every, step.averaging, device=device)
 
 
+def _traced_everywhere(step: WrittenStep, call: Call) -> tuple[Capture, Traced]:
+    """The same in all processes that hold a part of a parameter: one that has no graph would communicate by itself."""
+
+    def traced() -> tuple[Capture, Traced] | FirstUpdateError:
+        try:
+            return trace(step, call)
+        except FirstUpdateError as error:  # it is no fault
+            return error
+
+    found = everywhere(groups_of(step.modules()), "the capture of a step", traced, TraceError)
+    if isinstance(found, FirstUpdateError):
+        raise found
+    return found
+
+
 def _uncapturable(modules: nn.Module) -> str:
     if replicas(modules):
         return (
             "DistributedDataParallel averages gradients by hooks, which a graph would not call: give its .module, and "
             "data_parallel=process_group"
         )
-    if reason := unusual_model(modules):
-        return reason
-    name = distributed_parameter(modules)
-    return f"{name} is a DTensor, whose update is in none of autostream's graphs" if name else ""
+    return unusual_model(modules)
 
 
 def _layouts_of(inputs: Sequence[Tensor]) -> Hashable:
-    return [*map(kind_of, inputs)], aliases_of(inputs), [tensor.requires_grad for tensor in inputs]
+    return [*map(kind_of, inputs)], aliases_of([*map(local_of, inputs)]), [tensor.requires_grad for tensor in inputs]
 
 
 @dataclass(frozen=True)

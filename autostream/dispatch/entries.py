@@ -10,7 +10,7 @@ the model itself, which takes its place as an EagerCall where that is not slower
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -28,13 +28,13 @@ from autostream.dispatch.split_call import SplitCall
 from autostream.errors import FastPathError, GroupError, OptionError, TargetError, TraceError, first_line
 from autostream.frontend.aten import drop_weak_references, mode_of
 from autostream.frontend.autograd import differentiable
-from autostream.frontend.capture import Capture, capture
+from autostream.frontend.capture import capture
 from autostream.frontend.eager_only import unusual_model
 from autostream.frontend.inputs import names_of
 from autostream.frontend.modules import name_of
-from autostream.frontend.tensor_parallel import distributed_parameter, groups_of, in_local_tensors, returns_distributed
+from autostream.frontend.tensor_parallel import groups_of, in_local_tensors, returns_distributed
 from autostream.options import Options
-from autostream.tuning.agreement import Peers
+from autostream.tuning.agreement import everywhere
 from autostream.tuning.beside_model import beside_model, is_contested, without_trial
 from autostream.utils.locks import preparing
 
@@ -73,11 +73,11 @@ def new_entry(
         return _LAZY
     if reason := unusual_model(model):
         return _refused(model, context, label, TraceError(reason))
-    compiled_graph = partial(_compiled_graph, model, context)
-    try:
-        captured = _everywhere(groups_of(model), partial(capture, model, args, kwargs))
+    compiled_graph, groups = partial(_compiled_graph, model, context), groups_of(model)
+    try:  # in all processes: one without a graph would communicate by itself
+        captured = everywhere(groups, "the capture of a call", partial(capture, model, args, kwargs), TraceError)
     except TraceError as error:
-        if options.strict or isinstance(error, FastPathError) or distributed_parameter(model):
+        if options.strict or isinstance(error, FastPathError) or groups:
             return _refused(model, context, label, error)
         return SplitCall(model, label, str(error), compiled_graph)
     except Exception as error:
@@ -137,18 +137,6 @@ def model_instead(
             decision = beside_model(partial(model, *args, **kwargs), partial(again, args, kwargs), restore)
     entry.beside_model = decision
     return EagerCall(entry.label, decision.reason, report) if decision.choice == "plain" else None
-
-
-def _everywhere(groups: Sequence[str], captured: Callable[[], Capture | None]) -> Capture | None:
-    """A capture that all processes of these groups have made: one that has not would communicate by itself.
-
-    Raises:
-        GroupError: a process has not come as far in time.
-        TraceError: a process could not make it.
-    """
-    for group in groups:
-        captured = partial(Peers(group).together, "the capture of a call", captured, failing=TraceError)
-    return captured()
 
 
 def _refused(model: nn.Module, context: ModelContext, label: str, error: Exception) -> EagerCall:

@@ -31,6 +31,7 @@ from autostream.frontend.saved_tensors import hooks_are_set
 from autostream.frontend.settings import numerics
 from autostream.frontend.step_capture import Body
 from autostream.frontend.steps import HOOKED, Update
+from autostream.frontend.tensor_parallel import local_of
 from autostream.frontend.tree import Structure, flatten
 
 
@@ -204,7 +205,7 @@ def call_of(step: WrittenStep, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     key = Key(
         structure,
         tuple(map(kind_of, tensors)),
-        aliases_of([*every, *states, *tensors]),
+        aliases_of([*map(local_of, (*every, *states)), *tensors]),
         numerics(),
         (sizes, *map(WeakIdRef, every)),
         bytes(map(_REQUIRES_GRADIENTS, every)),

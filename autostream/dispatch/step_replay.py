@@ -97,7 +97,8 @@ class StepReplay(LikeCalls):
         self._watched = [*self._parameters, *others]
         self._required = list(map(_REQUIRES_GRADIENTS, self._watched))
         self._hooked = [tensor for tensor in self._watched if tensor.requires_grad]
-        self._returned = None if entry.captured.effects else _structure_of_result(entry, call)
+        by_bytecode = entry.captured.effects or entry.traced.wholes
+        self._returned = None if by_bytecode else _structure_of_result(entry, call)
         stores = entry.captured.stores
         self._cleared = [owner for owner, name, value in stores if _is_cleared(owner, name, value)]
         self._stores = [store for store in stores if not _is_cleared(*store)]

@@ -69,6 +69,7 @@ File                   Interface                                          Where 
 ..                     ``autograd_grad_consumed_grad_fns``, ``comptime``  a ``TraceError`` names it
 ..                     ``builder.make_dupe_guard``                        a ``TraceError`` names it
 ..                     ``TensorVariable._collect_backward_inputs``        a ``TraceError`` names it
+..                     ``_collect_tensors_with_sources``                  a ``TraceError`` names it
 ..                     ``_dynamo_static_input_type``: marks constants     Dynamo marks none
 ``freezing.py``        ``TensorVariable.method_requires_grad_``             Dynamo refuses to set ``requires_grad``
 ..                     ``SetAttrBuiltinVariable._call_setattr``           the same

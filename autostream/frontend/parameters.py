@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from autostream.errors import a_type
 from autostream.frontend.eager_only import unusual
+from autostream.frontend.tensor_parallel import local_of
 from autostream.utils.storages import share_bytes
 
 
@@ -89,7 +90,8 @@ def state_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> State | str:
                 state[at, name] = value
             elif value is not None:
                 return f"the optimizer's state has {a_type(value)} ({name}), and a graph takes tensors"
-    if share_bytes(tensor for tensor in (*parameters, *state.values()) if not unusual(tensor)):
+    tensors = map(local_of, (*parameters, *state.values()))
+    if share_bytes(tensor for tensor in tensors if not unusual(tensor)):
         return _OVERLAPPING
     for (at, name), value in state.items():  # after the check above: tensors that are moved share nothing any more
         device = parameters[at].device

@@ -28,6 +28,7 @@ from autostream.frontend.freezing import freezing_traced
 from autostream.frontend.optimizers import values
 from autostream.frontend.parameters import clear_gradients, have_no_gradients, set_aside
 from autostream.frontend.scalers import call
+from autostream.frontend.tensor_parallel import is_distributed, stand_in
 from autostream.frontend.traceable import either, is_traceable_method, traceable_methods
 
 _LIBRARY = torch.library.Library("autostream", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -42,6 +43,8 @@ torch.library.register_fake("autostream::optimizer_step", _no_update)
 _LIBRARY.impl("optimizer_step", _no_update, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 OPTIMIZER_STEP = torch.ops.autostream.optimizer_step.default
+
+_STAND_INS = "autostream::optimizer_step", "autostream::scaler"
 
 
 class Body:
@@ -122,6 +125,8 @@ def capture_step(body: Body, optimizers: Sequence[Optimizer], args: tuple[Any, .
     """
     every = {id(parameter): parameter for parameter in chain.from_iterable(body.parameters)}
     read: set[int] = set()
+    if any(map(is_distributed, every.values())):
+        stand_in(*_STAND_INS)
 
     def is_replaced(owner: object, name: str) -> bool:
         if owner is body:
@@ -238,11 +243,13 @@ def _dynamo_changed() -> Iterator[None]:
     """Let Dynamo trace a step in this thread as the functions below say."""
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.variables import TensorVariable, builder
+    from torch._dynamo.variables import torch as functions
 
     with (
         _replaced(SideEffects, "register_hook", _refuse_hook),
         _replaced(builder, "make_dupe_guard", _alias_guard),
         _replaced(TensorVariable, "_collect_backward_inputs", _reached_leaves),
+        _replaced(functions, "_collect_tensors_with_sources", _with_distributed),
     ):
         yield
 
@@ -287,6 +294,15 @@ def _reached_leaves(collect: Callable[..., Any], loss: Any, variables: Any, erro
         return found
     leaves = _leaves_of(_example(loss))
     return [each for each in found if id(_example(each)) in leaves]
+
+
+def _with_distributed(collect: Callable[..., Any], variable: Any) -> Any:
+    """The tensors that ``autograd.grad`` is called with, and their sources; torch 2.11 refuses DTensors among them."""
+    from torch._dynamo.variables import TensorVariable
+
+    if not isinstance(variable, TensorVariable) or not is_distributed(_example(variable)):
+        return collect(variable)
+    return [(_example(variable), variable.source.name if variable.source else None)]
 
 
 def _example(variable: Any) -> Any:

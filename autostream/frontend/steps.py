@@ -11,7 +11,7 @@ the backward ends.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,7 @@ from autostream.frontend.parameters import State, clear_gradients, have_hooks
 from autostream.frontend.saved_tensors import hooks_set_aside
 from autostream.frontend.scalers import SCALER, Scalers
 from autostream.frontend.step_capture import OPTIMIZER_STEP, backward_nodes
+from autostream.frontend.tensor_parallel import is_distributed, local_of, placements_of, whole_of, with_local
 from autostream.ir import Program, Role
 from autostream.utils.storages import layout_of, storage_of
 
@@ -65,15 +66,17 @@ class Traced:
         program: returns the outputs of the captured graph, detached.
         sources: for each placeholder, the position of its tensor among the inputs of the captured graph, then all state
             and all numbers of the optimizers; or the tensor itself, if it is a constant.
+        wholes: by position, the outputs that are DTensors: what makes them of their local tensors, which it returns.
     """
 
     program: Program
     sources: Sequence[int | Tensor]
+    wholes: Mapping[int, Callable[[Tensor], Tensor]]
 
     def arguments(self, inputs: Sequence[Tensor], updates: Sequence[Update]) -> list[Tensor]:
-        """The program's arguments for a step whose captured graph has these inputs."""
+        """The program's arguments for a step whose captured graph has these inputs: of DTensors, the local tensors."""
         flat = _flat(inputs, updates)
-        return [flat[at] if isinstance(at, int) else at for at in self.sources]
+        return [local_of(flat[at]) if isinstance(at, int) else at for at in self.sources]
 
 
 def _flat(inputs: Sequence[Tensor], updates: Sequence[Update]) -> list[Tensor]:
@@ -110,20 +113,22 @@ def trace_step(
         *((Role.BUFFER, f"optimizer_{k}.hyperparameters") for k in range(len(updates))),
     ]
     for tensor, (_, name) in zip(flat, names, strict=True):
-        if reason := unusual(tensor):
+        if reason := unusual(local_of(tensor)):
             raise TraceError(f"{name} {reason}")
     if len({id(tensor) for tensor in flat}) < len(flat):
         raise TraceError("a tensor is given to it twice")
     if have_hooks([tensor for tensor in captured.tensors if tensor.requires_grad]):
         raise TraceError(HOOKED)
     order = sorted(range(len(flat)), key=lambda at: (_ROLES.index(names[at][0]), at))
-    inputs: list[GraphInput] = [(*names[at], flat[at]) for at in order]
+    inputs: list[GraphInput] = [(*names[at], local_of(flat[at])) for at in order]
     indices = [order.index(at) for at in range(len(flat))]
     averaging = None if data_parallel is None else _Averaging(data_parallel, captured, trained)
+    run = _Run(captured, updates, indices, averaging, recomputes=True)
     try:
-        graph = _traced_below_autograd(_Run(captured, updates, indices, averaging, recomputes=True), inputs)
+        graph = _traced_below_autograd(run, inputs)
     except _RandomRecomputation:
-        graph = _traced_below_autograd(_Run(captured, updates, indices, averaging, recomputes=False), inputs)
+        run = _Run(captured, updates, indices, averaging, recomputes=False)
+        graph = _traced_below_autograd(run, inputs)
     add_products(graph)
     program, constants = as_program(graph, inputs, device)
     positions = {names[at]: at for at in order}
@@ -131,7 +136,7 @@ def trace_step(
     for placeholder in program.placeholders:
         at = positions.get((placeholder.role, placeholder.target))
         sources.append(constants[placeholder.target] if at is None else at)
-    return Traced(program, sources)
+    return Traced(program, sources, run.wholes)
 
 
 _ROLES = list(Role)
@@ -167,7 +172,11 @@ _RECURRENT = (
 
 
 class _Run:
-    """The function to trace: the captured graph on fake tensors, with the optimizers' updates in it."""
+    """The function to trace: the captured graph on fake tensors, with the optimizers' updates in it.
+
+    Attributes:
+        wholes: what makes those outputs that are DTensors, by position.
+    """
 
     def __init__(
         self,
@@ -180,13 +189,14 @@ class _Run:
     ) -> None:
         self._captured, self._updates, self._indices, self._recomputes = captured, updates, indices, recomputes
         self._averaging = averaging
+        self.wholes = dict[int, Callable[[Tensor], Tensor]]()
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
-        """The outputs of the captured graph."""
+        """The outputs of the captured graph, for the local tensors of its inputs."""
         clear_gradients(values)  # a fake tensor has a gradient if the real one has
         fakes = iter([values[index] for index in self._indices])
-        inputs = [next(fakes) for _ in self._captured.tensors]
-        states = [[next(fakes) for _ in each.state.tensors] for each in self._updates]
+        inputs = [with_local(tensor, next(fakes)) for tensor in self._captured.tensors]
+        states = [[with_local(tensor, next(fakes)) for tensor in each.state.tensors] for each in self._updates]
         numbers = [*fakes]
         known = self._captured.module, self._recomputes, self._updates, states, numbers, self._averaging
         interpreter = _Interpreter(*known)
@@ -199,7 +209,9 @@ class _Run:
             raise TraceError("the number of a tensor goes to Python: return the tensor instead")
         given = {id(tensor) for tensor in inputs if not tensor.requires_grad}
         # What an op with ``out=`` returns may be an input: a module that keeps it has the same buffer as before.
-        return [output if id(output) in given else output.detach() for output in outputs]
+        outputs = [output if id(output) in given else output.detach() for output in outputs]
+        self.wholes = {at: whole_of(output) for at, output in enumerate(outputs) if is_distributed(output)}
+        return [*map(local_of, outputs)]
 
 
 def _keep_lines(loss: Tensor) -> None:
@@ -243,7 +255,7 @@ class _Interpreter(fx.Interpreter):
         self._recomputes, self.recomputes_random = recomputes, False
         self._updates, self._states, self._numbers = updates, states, numbers
         self.scalers = Scalers(self._update)
-        self._taken = {storage_of(tensor) for state in states for tensor in state}
+        self._taken = {_storage_of(tensor) for state in states for tensor in state}
         """The storages of all tensors but gradients that no parameter has yet."""
         self._takes = not any(map(_may_save_gradients, module.graph.nodes))
 
@@ -256,13 +268,13 @@ class _Interpreter(fx.Interpreter):
             memory, gradient = (self.env[each] for each in node.args[:2])  # type: ignore[index]
             if gradient.layout is not torch.strided:
                 raise TraceError(f"the gradient of a parameter has the layout {gradient.layout}")
-            kinds = [(each.dtype, each.shape, layout_of(each)) for each in (memory, gradient)]
+            kinds = [(each.dtype, each.shape, layout_of(each), placements_of(each)) for each in (memory, gradient)]
             is_average = id(gradient) in self._averages  # a part of its bucket that nothing else uses
             if is_average:
                 self._averages[id(memory)] = memory
-            is_own = is_average or (self._takes and storage_of(gradient) not in self._taken)
+            is_own = is_average or (self._takes and _storage_of(gradient) not in self._taken)
             if kinds[0] == kinds[1] and is_own:
-                self._taken.add(storage_of(gradient))
+                self._taken.add(_storage_of(gradient))
                 self.env[node.args[0]] = gradient  # type: ignore[index]
                 return gradient
         result = super().run_node(node)
@@ -270,7 +282,7 @@ class _Interpreter(fx.Interpreter):
             result = self._averaged(self._averaging, node, result)
         if node.target is not torch.autograd.grad and not _is_gradient(node):
             tensors = result if isinstance(result, tuple | list) else (result,)
-            self._taken.update(map(storage_of, filter(_has_storage, tensors)))
+            self._taken.update(map(_storage_of, filter(_has_storage, tensors)))
         return result
 
     def _averaged(self, averaging: _Averaging, node: fx.Node, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -398,6 +410,10 @@ def _may_save_gradients(node: fx.Node) -> bool:
 
 _SAVE_NO_GRADIENTS = ("aten", "prims", "autostream", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operators whose backward passes on no tensor that their forward has computed."""
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return storage_of(local_of(tensor))
 
 
 def _has_storage(value: Any) -> bool:

@@ -4,7 +4,8 @@
 
 Dynamo captures a call with DTensors. Where gradients are recorded, or DTensors are returned, AOTAutograd takes them
 apart, and puts them together; where not, this does, and a call takes the host less time.
-Which tensor a DTensor holds is guarded by its identity, as the DTensor is (``capture.py``).
+A step is traced on DTensors made of the local tensors that its program takes (``steps.py``), so that their own rules
+say what is communicated. Which tensor a DTensor holds is guarded by its identity, as the DTensor is (``capture.py``).
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from autostream.errors import TraceError
@@ -42,21 +45,16 @@ def local_of(value: Any) -> Any:
     return getattr(value, LOCAL) if is_distributed(value) else value
 
 
+def placements_of(value: Any) -> Any:
+    """How a DTensor lies in its mesh; ``None`` for any other tensor."""
+    return value.placements if is_distributed(value) else None
+
+
 def local_source(source: Any) -> Any:
     """Where Dynamo finds the local tensor of a DTensor that it finds at this source."""
     from torch._dynamo.source import AttrSource
 
     return AttrSource(source, LOCAL)
-
-
-def distributed_parameter(model: nn.Module) -> str:
-    """The name of a parameter that is a DTensor; or ``""``.
-
-    Example:
-        >>> distributed_parameter(nn.Linear(2, 2))
-        ''
-    """
-    return next((name for name, parameter in model.named_parameters() if is_distributed(parameter)), "")
 
 
 def groups_of(model: nn.Module) -> list[str]:
@@ -90,7 +88,7 @@ def in_local_tensors(captured: Capture) -> Capture:
     whole = captured.restored  # which does not keep the tensors of the captured call
 
     def run(*values: Tensor) -> Sequence[Any]:
-        inputs = map(_with_local, captured.tensors, values)
+        inputs = map(with_local, captured.tensors, values)
         return fx.Interpreter(captured.module).run(*inputs)  # type: ignore[no-any-return]
 
     def restored(run: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
@@ -100,14 +98,34 @@ def in_local_tensors(captured: Capture) -> Capture:
     return replace(captured, module=traced_on_fakes(run, tensors, None), tensors=tensors, restored=restored)
 
 
-def _with_local(tensor: Any, local: Tensor) -> Tensor:
-    """A DTensor like another one, with another local tensor; in place of any other tensor, the local one itself."""
+def whole_of(tensor: Any) -> Callable[[Tensor], Tensor]:
+    """Makes DTensors like this one of their local tensors, without keeping it; of any other tensor, does nothing.
+
+    Example:
+        >>> import torch
+        >>> whole_of(torch.ones(2))(torch.zeros(3))
+        tensor([0., 0., 0.])
+    """
     if not is_distributed(tensor):
-        return local
+        return lambda local: local
     names, context = tensor.__tensor_flatten__()
-    parts = {name: local if name == LOCAL else getattr(tensor, name) for name in names}
-    made: Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
-    return made
+    parts = {name: getattr(tensor, name) for name in names if name != LOCAL}
+    made, size, stride = type(tensor).__tensor_unflatten__, tensor.size(), tensor.stride()
+    return lambda local: made({LOCAL: local, **parts}, context, size, stride)
+
+
+def with_local(tensor: Any, local: Tensor) -> Tensor:
+    """A DTensor like this one, with another local tensor; in place of any other tensor, the local one itself."""
+    return whole_of(tensor)(local)
+
+
+@cache
+def stand_in(*ops: str) -> None:
+    """Let Dynamo trace these ops with DTensors. They stand for something else, and do nothing."""
+    from torch.distributed.tensor import DTensor
+
+    for op in ops:
+        torch.library.register_torch_dispatch(op, DTensor, lambda *_: None)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 from autostream.analysis.effects import group_of
@@ -106,6 +106,15 @@ class Peers:
 _OVER = "the group cannot go on, start its processes again"
 
 ALONE = Peers()
+
+
+def everywhere(
+    groups: Iterable[str], what: str, do: Callable[[], Result], failing: type[AutostreamError] = GroupError
+) -> Result:
+    """What a function returns in this process, if it raises in none of these groups' processes; see :class:`Peers`."""
+    for group in groups:
+        do = partial(Peers(group).together, what, do, failing)
+    return do()
 
 
 def peers_of(program: Program) -> Peers | None:

@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -662,37 +662,106 @@ def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).double()
 
 
-def _fully_sharded(model: nn.Module, mesh: Any) -> None:
-    fully_shard(model, mesh=mesh)
-
-
 def _tensor_parallel(model: nn.Module, mesh: Any) -> None:
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
 def sharded_models_run_as_they_are(rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    """FSDP2, and steps of tensor parallel models: they are right, and the report says why they are in no graph."""
+    """FSDP2: it is right, and the report says why it is in no graph."""
+    model, whole = _mlp(), _mlp()
+    fully_shard(model, mesh=init_device_mesh("cpu", (processes,)))
+    fast = autostream.optimize(model, **STREAMED)
+    sgds = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
+    step = autostream.train_step(model, sgds[0], nn.MSELoss(), max_norm=0.5, **STREAMED)
+    for x, y in _batches(3):
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x), whole(x))
+        torch.testing.assert_close(step(x, y), _trained(whole, sgds[1], x, y))
+    for report in (*fast.reports, *step.reports):
+        assert any("fully_shard" in each.reason for each in report.refusals), report
+    with pytest.raises(TargetError, match=r"no gradients of DTensors: leave it out, and average"):
+        autostream.train_step(model, sgds[0], F.mse_loss, data_parallel=group)
+
+
+def _batches(number: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same in all processes."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(number):
+        x, y = torch.randn(2, 4, 8, generator=generator, dtype=torch.float64)
+        yield x, y
+
+
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of an eager step."""
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return loss.detach()
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def tensor_parallel_steps_are_graphs(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Updates and clipping are those of the whole model, whatever becomes of weights and state between two steps."""
     mesh = init_device_mesh("cpu", (processes,))
-    for shard, reason in ((_fully_sharded, "fully_shard"), (_tensor_parallel, "0.weight is a DTensor")):
+    optimizers: list[Callable[[Any], torch.optim.Optimizer]] = [
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        partial(torch.optim.AdamW, lr=0.01),
+    ]
+    for make in optimizers:
         model, whole = _mlp(), _mlp()
-        shard(model, mesh)
-        fast = autostream.optimize(model, **STREAMED)
-        sgds = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
-        step = autostream.train_step(model, sgds[0], nn.MSELoss(), **STREAMED)
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(3):
-            x, y = torch.randn(2, 4, 8, generator=generator, dtype=torch.float64)
-            with torch.no_grad():
-                torch.testing.assert_close(fast(x), whole(x))
-            sgds[1].zero_grad()
-            loss = F.mse_loss(whole(x), y)
-            loss.backward()
-            sgds[1].step()
-            torch.testing.assert_close(step(x, y), loss.detach())
-        for reports in (step.reports,) if shard is _tensor_parallel else (fast.reports, step.reports):
-            assert all(any(reason in each.reason for each in report.refusals) for report in reports), reports
-        with pytest.raises(TargetError, match=r"no gradients of DTensors: leave it out, and average"):
-            autostream.train_step(model, sgds[0], F.mse_loss, data_parallel=group)
+        _tensor_parallel(model, mesh)
+        own, other = make(model.parameters()), make(whole.parameters())
+        step = autostream.train_step(model, own, nn.MSELoss(), max_norm=0.5, **STREAMED)
+        for at, (x, y) in enumerate(_batches(8)):
+            if at == 4:
+                with torch.no_grad():
+                    model[0].weight.mul_(2), whole[0].weight.mul_(2)
+            if at == 5:  # the parameter is the same, its local tensor is not
+                model[2].bias._local_tensor = model[2].bias._local_tensor * 2
+                with torch.no_grad():
+                    whole[2].bias.mul_(2)
+            if at == 6:  # its state is not
+                own.load_state_dict(copy.deepcopy(own.state_dict()))
+            torch.testing.assert_close(step(x, y), _trained(whole, other, x, y))
+        for one, another in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(_whole(one), another)
+        reports = [report for report in step.reports if report.graph is not None]
+        assert len(reports) == len(step.reports), [report.refusals for report in step.reports]
+        assert {len(report.graph.collectives) for report in reports if report.graph} == {2}  # one for the norm
+
+
+def a_written_step_returns_dtensors(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """The gradients that it leaves are DTensors, too."""
+    mesh = init_device_mesh("cpu", (processes,))
+    model, whole = _mlp(), _mlp()
+    layout = RowwiseParallel(output_layouts=Shard(0), use_local_output=False)
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": layout})
+    own, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole))
+
+    def written(model: nn.Module, sgd: torch.optim.Optimizer, x: Tensor) -> tuple[Tensor, Tensor]:
+        sgd.zero_grad()
+        y = model(x)
+        loss = y.square().mean()
+        loss.backward()
+        sgd.step()
+        return y, loss
+
+    step = autostream.step(optimizers=[own], **STREAMED)(partial(written, model, own))
+    for x, _ in _batches(4):
+        found, expected = step(x), written(whole, other, x)
+        assert all(isinstance(each, DTensor) for each in found)
+        for one, another in zip(found, expected, strict=True):
+            torch.testing.assert_close(_whole(one), another.detach())
+        for one, another in zip(model.parameters(), whole.parameters(), strict=True):
+            assert isinstance(one.grad, DTensor)
+            torch.testing.assert_close(one.grad.full_tensor(), another.grad)
+    (report,) = step.reports
+    assert report.graph is not None, report.refusals
 
 
 def tensor_parallel_calls_are_graphs(rank: int, processes: int, group: dist.ProcessGroup) -> None:
@@ -834,6 +903,16 @@ def dtensors_that_differ_between_processes(rank: int, processes: int, group: dis
             with torch.set_grad_enabled(gradients):
                 torch.testing.assert_close(fast(x), whole(x))
         reasons = [each.reason for report in fast.reports for each in report.refusals]
+        assert any(reason in each for each in reasons), reasons
+        sgds = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
+        step = autostream.train_step(model, sgds[0], lambda m, x: m(x).square().mean(), **STREAMED)
+        for _ in range(3):
+            loss = whole(x).square().mean()
+            loss.backward()
+            sgds[1].step()
+            sgds[1].zero_grad()
+            torch.testing.assert_close(step(x), loss.detach())
+        reasons = [each.reason for report in step.reports for each in report.refusals]
         assert any(reason in each for each in reasons), reasons
 
 
@@ -1319,6 +1398,8 @@ IN_TWO: dict[str, Scenario] = {
         kernels_that_one_process_cannot_make,
         collectives_in_a_functional_graph,
         sharded_models_run_as_they_are,
+        tensor_parallel_steps_are_graphs,
+        a_written_step_returns_dtensors,
         tensor_parallel_calls_are_graphs,
         dtensors_that_no_graph_has,
         calls_that_return_dtensors_are_graphs,

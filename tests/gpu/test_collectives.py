@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -162,6 +162,44 @@ def test_a_tensor_parallel_model_is_one_cuda_graph(kernels: str, group: dist.Pro
     tensor_parallel(kernels, 0, 1, group)
 
 
+def tensor_parallel_step(kernels: str, rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Forward, backward, clipping and AdamW in one CUDA graph, with the collectives of all of them."""
+    mesh = init_device_mesh("cuda", (processes,))
+    torch.manual_seed(0)
+    model = mlp()
+    whole = copy.deepcopy(model)
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel()})
+    adams = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, whole)]
+    step = autostream.train_step(
+        model, adams[0], lambda model, x: gathered(model(x), mesh), max_norm=1.0, kernels=kernels, **STREAMED
+    )
+    for _ in range(8):
+        x = torch.randn(32, 64, device="cuda")
+        adams[1].zero_grad()
+        loss = whole(x).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        adams[1].step()
+        torch.testing.assert_close(step(x), loss.detach(), rtol=1e-4, atol=1e-5)
+    for one, another in zip(model.parameters(), whole.parameters(), strict=True):
+        assert isinstance(one, DTensor)
+        torch.testing.assert_close(one.full_tensor(), another, rtol=1e-3, atol=1e-4)
+    (report,) = step.reports
+    assert (report.mode, report.level) == ("cuda graph", LEVELS[kernels]), report.refusals
+    assert report.graph is not None
+    assert bool(report.graph.collectives) == (processes > 1)
+
+
+def gathered(local: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The mean square of what several processes have columns of."""
+    return DTensor.from_local(local, mesh, [Shard(1)]).full_tensor().square().mean()
+
+
+@pytest.mark.parametrize("kernels", LEVELS)
+def test_a_tensor_parallel_step_is_one_cuda_graph(kernels: str, group: dist.ProcessGroup) -> None:
+    tensor_parallel_step(kernels, 0, 1, group)
+
+
 def on_gpus(kernels: str, rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """All choose the same schedule, by the same times."""
     report = compared_with_ddp(rank, group, kernels)
@@ -171,7 +209,11 @@ def on_gpus(kernels: str, rank: int, processes: int, group: dist.ProcessGroup) -
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.parametrize("scenario", [on_gpus, tensor_parallel], ids=["train as DDP", "share the weights of a model"])
+@pytest.mark.parametrize(
+    "scenario",
+    [on_gpus, tensor_parallel, tensor_parallel_step],
+    ids=["train as DDP", "share the weights of a model", "train shares of its weights"],
+)
 def test_gpus(scenario: Callable[..., None], processes: int) -> None:
     if torch.cuda.device_count() < processes:
         pytest.skip(f"there are not {processes} GPUs")
