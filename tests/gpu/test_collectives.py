@@ -25,7 +25,9 @@ from autostream.reporting.report import Report
 from autostream.runtime.capture import capture
 from autostream.runtime.collectives_first import communicate_first
 from autostream.runtime.graph_nodes import kernel_name, nodes_of, returned
+from autostream.runtime.profiled_kernels import profiled, replays
 from autostream.runtime.streams import capture_stream
+from autostream.scheduling.communication import uncovered_us
 from tests.distributed.processes import outcomes
 
 pytestmark = [
@@ -246,3 +248,30 @@ def test_sums_of_a_cuda_graph_come_first(processes: int) -> None:
         pytest.skip(f"there are not {processes} GPUs")
     found = outcomes({"sum": on_gpus_first}, processes, backend="nccl")
     assert not any(found["sum"]), found["sum"]
+
+
+def on_gpus_beside(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Sums of the layers that are differentiated first run while those before them are differentiated."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12))).cuda()
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+    step = autostream.train_step(model, sgd, nn.MSELoss(), data_parallel=group, kernels="eager")
+    x = torch.randn(512, 2048, device="cuda")
+    for _ in range(3):
+        step(x, x)
+    (report,) = step.reports
+    assert report.mode == "cuda graph", report.refusals
+    run = replays(profiled(lambda: [step(x, x) for _ in range(5)], f"cuda:{rank}"))[-1]
+    sums, others = (
+        [(each.start_us, each.end_us) for each in run if str(each.key[0]).startswith("nccl") == of_nccl]
+        for of_nccl in (True, False)
+    )
+    assert uncovered_us(sums, others) < 0.5 * uncovered_us(sums, []), (sums, others)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_sums_run_beside_the_backward(processes: int) -> None:
+    if torch.cuda.device_count() < processes:
+        pytest.skip(f"there are not {processes} GPUs")
+    found = outcomes({"beside": on_gpus_beside}, processes, backend="nccl")
+    assert not any(found["beside"]), found["beside"]
