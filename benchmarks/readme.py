@@ -60,7 +60,7 @@ _TABLES: dict[str, Callable[[Any], str]] = {
     **{
         f"data_parallel-{which}": lambda result: data_parallel.table(result["rows"])
         for which in (
-            *("1", "2", "2-copied", "2-ddp", "2-planned", "2-priority"),
+            *("1", "2", "2-copied", "2-planned", "2-priority"),
             *("2-resnet50", "2-resnet50-planned", "2-resnet50-priority"),
         )
     },
