@@ -1,4 +1,4 @@
-"""Dry runs at scale: a training step in each of many data-parallel processes, none of which is there.
+"""Dry runs at scale: a training step in each of many processes, none of which is there.
 
 step ──over one process────▶ trace ──▶ plan ──▶ time alone ─────────────╮
 step ──over N processes────▶ trace ──▶ plan for each interconnect ──────┴▶ step, exposed, efficiency
@@ -39,7 +39,7 @@ def scaled(
     """What a step would take in each process of a group; all have a batch like this one.
 
     Args:
-        step: the step. What it averages its gradients over is replaced by the group.
+        step: the step. What it averages its gradients over is replaced by the group, unless it is tensor parallel.
         batch: its arguments. It runs eagerly, in this process, to make the state of optimizers.
         options: how to schedule.
         profile: as for :func:`autostream.pipeline.plan`.
@@ -51,7 +51,7 @@ def scaled(
         TargetError: the step itself fails, or averages its gradients already.
         TraceError: no graph computes the whole step.
     """
-    traced = step.over(group).traced(batch, options, profile)
+    traced = (step if step.has_shards else step.over(group)).traced(batch, options, profile)
     device = traced.program.device
     of_device = profile or profile_here(device)[0]
     links = _links(of_device, interconnects, device)

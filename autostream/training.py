@@ -451,6 +451,11 @@ class TrainStep:
             self._step.zero_gradients()
             return self._step.complete(*self._step.differentiate(batch))
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether it trains DTensors, of which each process has a part."""
+        return any(map(is_distributed, parameters_of(self._step.optimizer)))
+
     def over(self, group: ProcessGroup | Literal[False]) -> TrainStep:
         """The same step, whose gradients are averaged over this group, or over none."""
         model, optimizer, loss_fn, options = self._parts

@@ -34,9 +34,7 @@ each for --world)""",
 )
 """Arguments of a pipeline."""
 
-WORLD = argument(
-    "--world", type=whole, metavar="N", help="plan a training step as one of N data-parallel processes, one a device"
-)
+WORLD = argument("--world", type=whole, metavar="N", help="plan a training step as one of N processes, one a device")
 """The argument of a step in several processes."""
 
 
@@ -59,7 +57,7 @@ def check(arguments: argparse.Namespace) -> None:
     world = getattr(arguments, "world", None)
     if arguments.stages is not None:
         if world is not None:
-            raise OptionError("--stages plans a pipeline, and --world data-parallel processes: ask for one of them")
+            raise OptionError("--stages plans a pipeline, and --world processes that train: ask for one of them")
         return
     if arguments.microbatches is not None:
         raise OptionError("--microbatches is of a pipeline: say over how many devices, as in --stages 4")

@@ -29,8 +29,9 @@ from autostream.frontend.data_parallel import DataParallel, data_parallel_of
 from autostream.frontend.dynamo import graph_break
 from autostream.frontend.losses import modules_in
 from autostream.frontend.optimizers import note_step
-from autostream.frontend.parameters import stateless
+from autostream.frontend.parameters import parameters_of, stateless
 from autostream.frontend.step_capture import Body
+from autostream.frontend.tensor_parallel import is_distributed
 from autostream.frontend.tree import map_tensors
 from autostream.ir import Decision, DeviceProfile
 from autostream.options import Options, disabled
@@ -133,6 +134,11 @@ class StepFunction:
         averaging = self._averages.after_backwards(self._optimizers) if self._averages else nullcontext()
         with torch.enable_grad(), averaging:
             return map_tensors(Tensor.detach, self._function(*args, **kwargs))
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether it trains DTensors, of which each process has a part."""
+        return any(is_distributed(each) for optimizer in self._optimizers for each in parameters_of(optimizer))
 
     def over(self, group: ProcessGroup | Literal[False]) -> StepFunction:
         """The same step, whose gradients are averaged over this group, or over none."""

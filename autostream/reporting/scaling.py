@@ -66,7 +66,7 @@ def render(scaling: Scaling) -> str:
     error = f"{scaling.error:.0%}"
     summary = [
         ("step", scaling.step),
-        ("processes", f"{scaling.processes}, each with {scaling.device} and a batch of its own"),
+        ("processes", f"{scaling.processes}, each with {scaling.device} and a batch like this one"),
         ("alone", f"{us(scaling.alone_us)}: one process, without collectives"),
         ("communicated", f"{size(scaling.message_bytes)} in the collectives of a step"),
         ("uncertain", f"times of steps if all estimates are off by {error}, efficiencies if collectives alone are"),

@@ -77,6 +77,30 @@ def initialized():
 
 def parallel():
     return written(torch.distributed.group.WORLD)
+
+def sharded(written=False):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    adamw = torch.optim.AdamW(model.parameters())
+    if not written:
+        return autostream.train_step(model, adamw, nn.MSELoss()), (torch.ones(64, 512), torch.ones(64, 512))
+
+    @autostream.step(optimizers=[adamw])
+    def update(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        adamw.step()
+        adamw.zero_grad()
+        return loss
+
+    return update, (torch.ones(64, 512),)
+
+def sharded_as_written():
+    return sharded(written=True)
 """
 
 MIB = 2**20
@@ -130,6 +154,16 @@ def test_steps_may_name_the_processes_or_not(capsys: pytest.CaptureFixture[str],
     assert 1 <= run["collectives"] <= 3
 
 
+@pytest.mark.parametrize("step", ["sharded", "sharded_as_written"])
+def test_a_tensor_parallel_step_communicates_what_it_does_by_itself(
+    capsys: pytest.CaptureFixture[str], step: str
+) -> None:
+    """The output's partial sums, and no gradients: each process has its own weights."""
+    data = planned(capsys, step, "--device", "h200", "--world", "8", "--interconnect", "nvlink")
+    assert [run["collectives"] for run in data["runs"]] == [1]
+    assert data["message_bytes"] == 64 * 512 * 4
+
+
 def test_processes_on_this_machines_cpu_talk_over_its_loopback(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["schedule", "steps.py:trained", "--device", "cpu", "--world", "2"]) == 0
     said = capsys.readouterr().out
@@ -142,7 +176,7 @@ def test_processes_on_this_machines_cpu_talk_over_its_loopback(capsys: pytest.Ca
     ("argv", "said"),
     [
         (["model", "--world", "8"], "steps.py:model is a model: --world plans a training step, (step, batch)"),
-        (["trained", "--stages", "2", "--world", "8"], "--stages plans a pipeline, and --world data-parallel"),
+        (["trained", "--stages", "2", "--world", "8"], "--stages plans a pipeline, and --world processes that train"),
         (["trained", "--interconnect", "nvlink"], "say how many, as in --stages 4 or --world 8"),
         (["trained", "--world", "8", "--interconnect", "rings"], "interconnect='rings' is not allowed"),
         (["trained", "--world", "0"], "world=0 is not allowed: use a whole number of processes from 1"),
