@@ -38,7 +38,14 @@ from torch._ops import OperatorBase
 
 from autostream.analysis.capturability import NUMBER, ON_CPU, copy_direction, dependence_of
 from autostream.analysis.collectives import terms_of
-from autostream.analysis.effects import EVERY_GROUP, Effects, effects_of, group_of
+from autostream.analysis.effects import (
+    EVERY_GROUP,
+    Effects,
+    effects_of,
+    group_of,
+    reduces_for_all,
+    waits_for_collective,
+)
 from autostream.analysis.hazards import AccessHistory
 from autostream.analysis.memory import Memory, Names
 from autostream.analysis.parts import Division, divide
@@ -76,7 +83,7 @@ def analyze(program: Program) -> OpGraph:
         >>> analyze(Program(module, (placeholder,), ("t_default",), "aten", "cpu")).ops["relu_default"].nodes
         ('relu_default', 't_default')
     """
-    effects = _with_groups({node: effects_of(node) for node in program.module.graph.nodes})
+    effects = _ordered({node: effects_of(node) for node in program.module.graph.nodes}, program.device)
     draft = _Draft(program, divide(effects))
     for node, effect in effects.items():
         draft.add(node, effect)
@@ -90,11 +97,18 @@ def analyze(program: Program) -> OpGraph:
     )
 
 
-def _with_groups(effects: Mapping[fx.Node, Effects]) -> Mapping[fx.Node, Effects]:
-    """The same effects, with the order of each process group for a node that may communicate over any."""
+def _ordered(effects: Mapping[fx.Node, Effects], device: str) -> Mapping[fx.Node, Effects]:
+    """The same effects, with the order of each process group for a node that may communicate over any.
+
+    On a CPU so has each wait, unless all collectives are all-reduces: other collectives are in flight one by one, where
+    the program has them so. Gloo's all-gathers end the process, now and then, beside others (seen in 2.11 and 2.13).
+    """
     groups = frozenset(order for each in effects.values() for order in each.orders if order.startswith(EVERY_GROUP))
+    one_by_one = device == "cpu" and any(group_of(node) and not reduces_for_all(node) for node in effects)
     return {
-        node: replace(each, orders=each.orders | groups) if EVERY_GROUP in each.orders else each
+        node: replace(each, orders=each.orders | groups)
+        if EVERY_GROUP in each.orders or (one_by_one and waits_for_collective(node))
+        else each
         for node, each in effects.items()
     }
 

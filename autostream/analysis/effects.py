@@ -204,6 +204,16 @@ def group_of(node: fx.Node) -> str:
     return str(getattr(group, "group_name", group))
 
 
+def reduces_for_all(node: fx.Node) -> bool:
+    """Whether a node is an all-reduce."""
+    return isinstance(node.target, OpOverload) and base_name(node.target).startswith("all_reduce")
+
+
+def waits_for_collective(node: fx.Node) -> bool:
+    """Whether a node waits for the result of a collective."""
+    return isinstance(node.target, OpOverload) and node.target._schema.name == _WAIT
+
+
 @cache
 def _takes_group(target: OpOverload) -> bool:
     return any(argument.name == "group_name" for argument in target._schema.arguments)
