@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from autostream.costs.interconnects import Interconnect
 from autostream.dispatch.scheduled_program import Label, ModelContext, ScheduledProgram
 from autostream.dispatch.step_calls import Call, Refusal, WrittenStep, call_of, kind_of
 from autostream.errors import AutostreamError, TargetError, TraceError, first_line
+from autostream.frontend.aten import drop_weak_references, mode_of
 from autostream.frontend.batches import detached
 from autostream.frontend.capture import Capture
 from autostream.frontend.data_parallel import replicas
@@ -120,7 +122,10 @@ def trace(step: WrittenStep, call: Call, device: str | None = None) -> tuple[Cap
         raise TraceError(reason)
     step.body.parameters, step.body.owner = call.parameters, modules
     captured = capture_step(step.body, step.updated, call.args, call.kwargs)
-    return captured, trace_step(captured, call.updates, modules, call.every, step.averaging, device=device)
+    try:
+        return captured, trace_step(captured, call.updates, modules, call.every, step.averaging, device=device)
+    finally:
+        drop_weak_references(mode_of(captured.module))
 
 
 def _traced_everywhere(step: WrittenStep, call: Call) -> tuple[Capture, Traced]:
@@ -132,7 +137,8 @@ def _traced_everywhere(step: WrittenStep, call: Call) -> tuple[Capture, Traced]:
         except FirstUpdateError as error:  # it is no fault
             return error
 
-    found = everywhere(groups_of(step.modules()), "the capture of a step", traced, TraceError)
+    groups = groups_of(chain(step.modules().parameters(), call.every))
+    found = everywhere(groups, "the capture of a step", traced, TraceError)
     if isinstance(found, FirstUpdateError):
         raise found
     return found

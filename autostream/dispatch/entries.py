@@ -73,7 +73,7 @@ def new_entry(
         return _LAZY
     if reason := unusual_model(model):
         return _refused(model, context, label, TraceError(reason))
-    compiled_graph, groups = partial(_compiled_graph, model, context), groups_of(model)
+    compiled_graph, groups = partial(_compiled_graph, model, context), groups_of(model.parameters())
     try:  # in all processes: one without a graph would communicate by itself
         captured = everywhere(groups, "the capture of a call", partial(capture, model, args, kwargs), TraceError)
     except TraceError as error:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autostream.errors import MismatchError
 from autostream.frontend.modules import name_of
+from autostream.frontend.tensor_parallel import local_of
 from autostream.runtime.restore import undone
 
 TOLERANCE: Mapping[torch.dtype, float] = {
@@ -62,15 +63,15 @@ def compared(
         autostream.errors.MismatchError: ReLU, scheduled: output 0 is off by 1 of its size, and 0.001 is rounding: \
 set AUTOSTREAM_DISABLE=1 to run it plainly, and report this
     """
-    state = {f"{of} afterwards": tensor for of, tensor in _state(model)}
+    state = {f"{of} afterwards": local_of(tensor) for of, tensor in _state(model)}
     state |= {f"input {at} afterwards": tensor for at, tensor in enumerate(tensors)}
     devices = {str(tensor.device) for tensor in state.values() if tensor.is_cuda}
     with undone(list(state.values()), [True] * len(state), devices):
         outputs = run()
         ours = {**_outputs(outputs), **state}
-        ours = {name: tensor.detach().clone() for name, tensor in ours.items()}
+        ours = {name: local_of(tensor).detach().clone() for name, tensor in ours.items()}
     theirs = {**_outputs(model(*args, **kwargs)), **state}
-    theirs = {name: tensor.detach() for name, tensor in theirs.items()}
+    theirs = {name: local_of(tensor).detach() for name, tensor in theirs.items()}
     if reason := difference(ours, theirs):
         advice = "set AUTOSTREAM_DISABLE=1 to run it plainly, and report this"
         raise MismatchError(f"{name or name_of(model)}, scheduled: {reason}: {advice}")

@@ -31,7 +31,7 @@ from autostream.frontend.saved_tensors import hooks_are_set
 from autostream.frontend.settings import numerics
 from autostream.frontend.step_capture import Body
 from autostream.frontend.steps import HOOKED, Update
-from autostream.frontend.tensor_parallel import local_of
+from autostream.frontend.tensor_parallel import local_of, placement_of
 from autostream.frontend.tree import Structure, flatten
 
 
@@ -207,7 +207,7 @@ def call_of(step: WrittenStep, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         tuple(map(kind_of, tensors)),
         aliases_of([*map(local_of, (*every, *states)), *tensors]),
         numerics(),
-        (sizes, *map(WeakIdRef, every)),
+        (sizes, *map(WeakIdRef, map(local_of, every))),  # PyTorch swaps no DTensor that has weak references
         bytes(map(_REQUIRES_GRADIENTS, every)),
         tuple(groups),
         (*(each.state.names for each in updates), *map(kind_of, states)),
@@ -241,7 +241,7 @@ def circumstances() -> str:
 
 def kind_of(tensor: Tensor) -> Hashable:
     """What a graph is compiled for."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, placement_of(tensor)
 
 
 _REQUIRES_GRADIENTS = attrgetter("requires_grad")

@@ -36,7 +36,14 @@ from autostream.frontend.parameters import State, clear_gradients, have_hooks
 from autostream.frontend.saved_tensors import hooks_set_aside
 from autostream.frontend.scalers import SCALER, Scalers
 from autostream.frontend.step_capture import OPTIMIZER_STEP, backward_nodes
-from autostream.frontend.tensor_parallel import is_distributed, local_of, placements_of, whole_of, with_local
+from autostream.frontend.tensor_parallel import (
+    is_distributed,
+    local_of,
+    placement_of,
+    shard_like,
+    whole_of,
+    with_local,
+)
 from autostream.ir import Program, Role
 from autostream.utils.storages import layout_of, storage_of
 
@@ -268,7 +275,7 @@ class _Interpreter(fx.Interpreter):
             memory, gradient = (self.env[each] for each in node.args[:2])  # type: ignore[index]
             if gradient.layout is not torch.strided:
                 raise TraceError(f"the gradient of a parameter has the layout {gradient.layout}")
-            kinds = [(each.dtype, each.shape, layout_of(each), placements_of(each)) for each in (memory, gradient)]
+            kinds = [(each.dtype, each.shape, layout_of(each), placement_of(each)) for each in (memory, gradient)]
             is_average = id(gradient) in self._averages  # a part of its bucket that nothing else uses
             if is_average:
                 self._averages[id(memory)] = memory
@@ -337,10 +344,14 @@ class _Interpreter(fx.Interpreter):
         ):
             raise TraceError(NOT_OF_A_BACKWARD)
         known = self._updates[index]
+        gradients = [shard_like(gradient, each) for gradient, each in zip(gradients, parameters, strict=True)]
+        shards = [*map(local_of, parameters)]  # each number is updated for itself
         state: dict[Tensor, dict[str, Tensor]] = {}
         for (at, name), value in zip(known.state.names, self._states[index], strict=True):
-            state.setdefault(parameters[at], {})[name] = value
-        left = iter(parameters)
+            if value.dim() and placement_of(value) != placement_of(parameters[at]):
+                raise TraceError(f"{name} of an optimizer's state is placed in a mesh otherwise than its parameter")
+            state.setdefault(shards[at], {})[name] = local_of(value)
+        parameters, left = shards, iter(shards)
         by_group = [[next(left) for _ in group["params"]] for group in known.optimizer.param_groups]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient

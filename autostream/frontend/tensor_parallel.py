@@ -11,14 +11,14 @@ say what is communicated. Which tensor a DTensor holds is guarded by its identit
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from autostream.errors import TraceError
 from autostream.frontend.aten import traced_on_fakes
@@ -45,9 +45,18 @@ def local_of(value: Any) -> Any:
     return getattr(value, LOCAL) if is_distributed(value) else value
 
 
-def placements_of(value: Any) -> Any:
-    """How a DTensor lies in its mesh; ``None`` for any other tensor."""
-    return value.placements if is_distributed(value) else None
+def placement_of(value: Any) -> Any:
+    """The mesh of a DTensor, and how it lies there; ``None`` for any other tensor."""
+    return (value.device_mesh, value.placements) if is_distributed(value) else None
+
+
+def shard_like(gradient: Any, parameter: Any) -> Any:
+    """What a process has of a DTensor that is placed as another one; of any other tensor, the tensor itself."""
+    if not is_distributed(gradient):
+        return gradient
+    if gradient.placements != parameter.placements:  # such as a sum that is still to be made
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return gradient.to_local()
 
 
 def local_source(source: Any) -> Any:
@@ -57,14 +66,14 @@ def local_source(source: Any) -> Any:
     return AttrSource(source, LOCAL)
 
 
-def groups_of(model: nn.Module) -> list[str]:
-    """The names of the process groups that the DTensors of a model's parameters communicate in, by mesh and dimension.
+def groups_of(tensors: Iterable[Tensor]) -> list[str]:
+    """The names of the process groups that the DTensors among some tensors communicate in, by mesh and dimension.
 
     Example:
-        >>> groups_of(nn.Linear(2, 2))
+        >>> groups_of([torch.ones(2)])
         []
     """
-    distributed: list[Any] = [each for each in model.parameters() if is_distributed(each)]
+    distributed: list[Any] = [each for each in tensors if is_distributed(each)]
     meshes = dict.fromkeys(each.device_mesh for each in distributed)
     return list(dict.fromkeys(group.group_name for mesh in meshes for group in mesh.get_all_groups()))
 

@@ -421,6 +421,20 @@ def test_collectives_keep_the_order_of_their_group_and_waits_that_of_their_data(
     assert graph.collectives == {first.name, second.name, other.name}
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_over_gloo_an_all_gather_has_no_collective_beside_it_that_the_program_has_not(tape: Tape, device: str) -> None:
+    """Gloo may end the process: ``gather ─▶ wait ─▶ all_reduce ─▶ wait_1``; NCCL's order is that of launches alone."""
+    x = tape.input(4)
+    gathered = tape.call(c10d.all_gather_into_tensor.default, x, 2, "a")
+    waits = [tape.call(c10d.wait_tensor.default, gathered)]
+    reduced = tape.call(c10d.all_reduce.default, x, "sum", "a")
+    waits.append(tape.call(c10d.wait_tensor.default, reduced))
+    graph = analyze(replace(tape.case(waits).program, device=device))
+    ordered = {(d.before, d.after) for d in graph.dependencies if d.hazard is Hazard.ORDER}
+    one_by_one = {(gathered.name, waits[0].name), (waits[0].name, reduced.name), (reduced.name, waits[1].name)}
+    assert ordered == (one_by_one if device == "cpu" else {(gathered.name, reduced.name)})
+
+
 def test_what_a_collective_takes_is_written_and_released_after_the_wait_for_it(tape: Tape) -> None:
     """The collective reads its input until then: ``x ─▶ relu ─▶ gather ─▶ wait``, then ``relu`` is overwritten."""
     taken = tape.call(aten.relu.default, tape.input(4))

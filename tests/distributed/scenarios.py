@@ -25,7 +25,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -735,6 +735,69 @@ def tensor_parallel_steps_are_graphs(rank: int, processes: int, group: dist.Proc
         assert {len(report.graph.collectives) for report in reports if report.graph} == {2}  # one for the norm
 
 
+def steps_of_partly_parallel_models_are_graphs(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Some parameters are no DTensors, and conversions swap those that are; state in another place is in no graph."""
+    mesh = init_device_mesh("cpu", (processes,))
+    model, whole = (nn.Sequential(nn.LayerNorm(8).double(), _mlp()) for _ in range(2))
+    parallelize_module(model[1], mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    own, other = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, whole))
+    step = autostream.train_step(model, own, nn.MSELoss(), **STREAMED)
+    for at, (x, y) in enumerate(_batches(9)):
+        if at == 3:
+            for each in (model, whole):
+                each.float().double()
+        if at == 6:
+            weight = model[1][0].weight
+            own.state[weight]["momentum_buffer"] = own.state[weight]["momentum_buffer"].redistribute(
+                placements=[Replicate()]
+            )
+        other.zero_grad()
+        loss = F.mse_loss(whole(x), y)
+        loss.backward()
+        other.step()
+        torch.testing.assert_close(step(x, y), loss.detach())
+    for one, another in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(_whole(one), another)
+    reports = [report for report in step.reports if report.mode != "forward and backward"]
+    assert len(reports) >= 2, step.reports
+    assert all(report.graph is not None for report in reports)
+    reasons = [each.reason for report in step.reports for each in report.refusals]
+    assert any("momentum_buffer of an optimizer's state is placed in a mesh otherwise" in each for each in reasons)
+
+
+def sequence_parallel_steps_are_graphs(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Each process has a part of the sequence; gradients of its norm are sums that are still to be made."""
+    mesh = init_device_mesh("cpu", (processes,))
+    model, whole = (nn.Sequential(nn.LayerNorm(8).double(), *_mlp()) for _ in range(2))
+    up = ColwiseParallel(input_layouts=Shard(1))
+    plan = {"0": SequenceParallel(), "1": up, "3": RowwiseParallel(output_layouts=Shard(1))}
+    parallelize_module(model, mesh, plan)
+    own, other = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, whole))
+
+    @autostream.step(optimizers=[own], **STREAMED)
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().sum()
+        loss.backward()
+        own.step()
+        own.zero_grad()
+        return loss
+
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        x = torch.randn(2, 2 * processes, 8, generator=generator, dtype=torch.float64)
+        loss = step(x.chunk(processes, 1)[rank].contiguous())
+        dist.all_reduce(loss, group=group)
+        expected = whole(x).square().sum()
+        expected.backward()
+        other.step()
+        other.zero_grad()
+        torch.testing.assert_close(loss, expected.detach())
+    for one, another in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(_whole(one), another)
+    (report,) = step.reports
+    assert report.graph is not None, report.refusals
+
+
 def a_written_step_returns_dtensors(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """The gradients that it leaves are DTensors, too."""
     mesh = init_device_mesh("cpu", (processes,))
@@ -1399,6 +1462,8 @@ IN_TWO: dict[str, Scenario] = {
         collectives_in_a_functional_graph,
         sharded_models_run_as_they_are,
         tensor_parallel_steps_are_graphs,
+        steps_of_partly_parallel_models_are_graphs,
+        sequence_parallel_steps_are_graphs,
         a_written_step_returns_dtensors,
         tensor_parallel_calls_are_graphs,
         dtensors_that_no_graph_has,
