@@ -69,7 +69,12 @@ class Peers:
         except Exception as error:
             fault, cause = first_line(error), error
         try:
-            told = _exchange(self.group, [what], (fault, result, launched_in(self.group)))
+            try:
+                told = _exchange(self.group, [what], (fault, result, launched_in(self.group)))
+            except GroupError as error:
+                if cause is None:
+                    raise
+                raise GroupError(f"{error}; here it has failed: {fault}") from cause
             for rank, (fault, *_) in enumerate(told):
                 if fault:
                     reason = f"on rank {rank} of process group {self.group!r}: {fault}"

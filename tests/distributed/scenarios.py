@@ -979,6 +979,20 @@ def dtensors_that_differ_between_processes(rank: int, processes: int, group: dis
         assert any(reason in each for each in reasons), reasons
 
 
+def a_process_that_fails_alone_says_why(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """The others do not come to hear of it, as they replay what it has to capture."""
+
+    def fails() -> None:
+        raise ValueError("mine")
+
+    if rank == 0:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(agreement, "LIMIT_S", 0.5)
+            with pytest.raises(GroupError, match=r"has not come as far .*; here it has failed: ValueError: mine"):
+                agreement.everywhere([group.group_name], "the capture of a step", fails)
+    dist.barrier(group)
+
+
 def replaced_dtensors_are_freed(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """No replay of a call keeps the shard of a weight that the model has no more."""
     model = _mlp()
@@ -1464,6 +1478,7 @@ IN_TWO: dict[str, Scenario] = {
         tensor_parallel_steps_are_graphs,
         steps_of_partly_parallel_models_are_graphs,
         sequence_parallel_steps_are_graphs,
+        a_process_that_fails_alone_says_why,
         a_written_step_returns_dtensors,
         tensor_parallel_calls_are_graphs,
         dtensors_that_no_graph_has,
