@@ -979,6 +979,22 @@ def dtensors_that_differ_between_processes(rank: int, processes: int, group: dis
         assert any(reason in each for each in reasons), reasons
 
 
+def tensor_parallel_runs_are_compared_with_eager_ones(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """``AUTOSTREAM_VERIFY=paranoid`` compares each call and each step."""
+    model, whole = _mlp(), _mlp()
+    _tensor_parallel(model, init_device_mesh("cpu", (processes,)))
+    sgds = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("AUTOSTREAM_VERIFY", "paranoid")
+        fast = autostream.optimize(model, **STREAMED)
+        step = autostream.train_step(model, sgds[0], nn.MSELoss(), max_norm=0.5, **STREAMED)
+        for x, y in _batches(3):
+            with torch.no_grad():
+                torch.testing.assert_close(fast(x), whole(x))
+            torch.testing.assert_close(step(x, y), _trained(whole, sgds[1], x, y))
+    assert all(report.graph is not None for report in (*fast.reports, *step.reports))
+
+
 def a_process_that_fails_alone_says_why(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """The others do not come to hear of it, as they replay what it has to capture."""
 
@@ -1478,6 +1494,7 @@ IN_TWO: dict[str, Scenario] = {
         tensor_parallel_steps_are_graphs,
         steps_of_partly_parallel_models_are_graphs,
         sequence_parallel_steps_are_graphs,
+        tensor_parallel_runs_are_compared_with_eager_ones,
         a_process_that_fails_alone_says_why,
         a_written_step_returns_dtensors,
         tensor_parallel_calls_are_graphs,
