@@ -5,6 +5,8 @@ A message takes ``start + hops · hop + bytes / bandwidth`` by each protocol, an
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,6 +53,52 @@ class Interconnect:
     def transfer_us(self, size: int) -> float:
         """The time of a message of so many bytes to the next device, µs."""
         return self.message_us(1, size)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredInterconnect(Interconnect):
+    """What joins the processes of a group, by the times of its all-reduces.
+
+    Other collectives count as an all-reduce of which each process sends as much, over fewer hops.
+
+    Attributes:
+        hops: of the measured messages.
+        times: bytes that a device sends, and how long that takes, µs; by size.
+    """
+
+    hops: int = 0
+    times: tuple[tuple[float, float], ...] = ()
+
+    def message_us(self, hops: int, sent_bytes: float) -> float:
+        """The time of a message, µs: on the line between those measured, or on the last one where it is larger.
+
+        Example:
+            >>> link = MeasuredInterconnect("mine", 1.0, (), hops=2, times=((10.0, 5.0), (20.0, 15.0)))
+            >>> link.message_us(2, 1.0), link.message_us(2, 15.0), link.message_us(2, 30.0), link.message_us(1, 15.0)
+            (5.0, 10.0, 25.0, 9.0)
+        """
+        at = min(max(1, bisect_right(self.times, (sent_bytes, 0.0))), len(self.times) - 1)
+        (less, less_us), (more, more_us) = self.times[at - 1 : at + 1]
+        share = max(0.0, (sent_bytes - less) / (more - less))
+        return max(0.0, less_us + share * (more_us - less_us) + self.hop_us * (hops - self.hops))
+
+
+def measured_interconnect(times_us: Mapping[int, float], processes: int, hop_us: float) -> MeasuredInterconnect:
+    """What joins the processes of a group.
+
+    Args:
+        times_us: bytes of an all-reduce, to its time; of two or more.
+        processes: of the group.
+        hop_us: of the interconnect that is assumed.
+
+    Example:
+        >>> from autostream.costs.collectives import all_reduce_us
+        >>> all_reduce_us(1536, 4, measured_interconnect({1024: 10.0, 2048: 30.0}, 4, hop_us=1.0))
+        20.0
+    """
+    hops = 2 * (processes - 1)
+    sent = sorted((hops / processes * size, us) for size, us in times_us.items())
+    return MeasuredInterconnect("measured", hop_us, (), hops, tuple(sent))
 
 
 _START_US = 6.6

@@ -17,7 +17,7 @@ import math
 from typing import NamedTuple
 
 from autostream.costs.collectives import collective_us, share_of_collective
-from autostream.costs.interconnects import LOOPBACK, Interconnect, interconnect_of
+from autostream.costs.interconnects import LOOPBACK, Interconnect, MeasuredInterconnect, interconnect_of
 from autostream.costs.locality import missed_share
 from autostream.costs.occupancy import Kernel, busy_share
 from autostream.errors import CostError
@@ -151,7 +151,8 @@ def _estimate(
     op: Op, profile: DeviceProfile, device: str, bandwidth: float, dense_start_us: float, link: Interconnect
 ) -> OpCost:
     if op.group:
-        return cost_of(op, profile, collective_us(op, link), "roofline", share_of_collective(profile))
+        source = "measured" if isinstance(link, MeasuredInterconnect) else "roofline"
+        return cost_of(op, profile, collective_us(op, link), source, share_of_collective(profile))
     if (op.device == "cpu" and device != "cpu") or op.target == WAIT:
         return OpCost(0.0, 1 / profile.multiprocessors, 0.0, "roofline")
     if op.crosses:  # a copy engine does it, and the multiprocessors stay free

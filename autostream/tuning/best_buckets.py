@@ -14,7 +14,6 @@ are small there.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -36,7 +35,8 @@ from autostream.scheduling.simulate import simulate
 from autostream.scheduling.synchronize import synchronize
 from autostream.store import Notes
 from autostream.tuning.agreement import agree, peers_of
-from autostream.tuning.pricing import Priced, link_between, price_program
+from autostream.tuning.interconnect import link_of
+from autostream.tuning.pricing import Priced, measures, price_program
 from autostream.utils.stopwatch import Stopwatch
 
 Filled = tuple[tuple[Bucket, ...], ...]
@@ -93,15 +93,16 @@ def in_best_buckets(program: Program, options: Options, stopwatch: Stopwatch) ->
         return program, ()
     with stopwatch("search"):
         agree(peers.group, summands(program) or [_WHAT])
-        told = peers.each(_WHAT, lambda: (platform.node(), [*map(str, joinable(program)), *summands(joined)]))
-        if len({tuple(sums) for _, sums in told}) > 1:  # not all can join them
+        told = peers.each(_WHAT, lambda: [*map(str, joinable(program)), *summands(joined)])
+        if len(set(map(tuple, told))) > 1:  # not all can join them
             return in_buckets(program), ()
+        groups = {each.group for each in sums_of(joined)}
+        link, _ = link_of(groups, program.device, peers, measure=measures(options, program.device))
 
         def chosen() -> tuple[Filled, Notes]:
             try:
                 profile, _ = profile_here(program.device)
-                link = link_between([machine for machine, _ in told], program.device, profile)
-                return best_buckets(joined, usual, options, profile, link)
+                return best_buckets(joined, usual, options, profile, link(profile))
             except GroupError:
                 raise
             except Exception as error:

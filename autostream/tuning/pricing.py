@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from autostream.analysis.dependencies import analyze
-from autostream.costs.interconnects import Interconnect, interconnect_of
+from autostream.costs.interconnects import Interconnect
 from autostream.costs.measured import run_alone
 from autostream.costs.roofline import price
 from autostream.costs.this_device import costs_here, profile_here
@@ -19,6 +18,7 @@ from autostream.options import Options
 from autostream.runtime.cuda_graph import release_unused_memory
 from autostream.store import Notes
 from autostream.tuning.agreement import ALONE, Peers, agree_on
+from autostream.tuning.interconnect import link_of
 from autostream.utils import collector
 from autostream.utils.stopwatch import Stopwatch
 
@@ -65,25 +65,26 @@ def price_program(
         profile: of the device to plan for; by default the program's device.
         tensors: the program's arguments, for measured costs; without them, costs are estimated.
         peers: the processes that take part in its collectives.
-        link: what processes communicate over, for estimates; by default, what the device has.
+        link: what processes communicate over, to plan for; by default, what they have.
 
     Raises:
         GroupError: one of them has other collectives, or is gone.
     """
     with stopwatch("analyze"), collector.paused():
         graph = analyze(program)
+    measuring = tensors is not None and measures(options, graph.device)
 
     def priced() -> tuple[DeviceProfile, Costs, Notes]:
         known, notes = (profile, ()) if profile else profile_here(program.device)
         costs: Costs = {}
         estimated: Iterable[str] = graph.ops
-        if tensors is not None and _measures(options, graph):
+        if tensors is not None and measuring:
             budget_s = min(MEASURE_SHARE * options.tuning_seconds, stopwatch.left(options))
             costs, faults = costs_here(program, graph, known, tensors, budget_s)
-            notes, estimated = (*notes, *faults), graph.collectives  # nothing times them
+            notes, estimated = (*notes, *faults), graph.collectives  # by what joins processes
         if estimated:
             with collector.paused():
-                estimates = price(graph, known, link or link_between(machines, graph.device, known))
+                estimates = price(graph, known, link or joined(known))
             costs = {**costs, **{name: estimates[name] for name in estimated}}
         return known, costs, notes
 
@@ -92,11 +93,11 @@ def price_program(
             _compile(program, graph, tensors)
     if peers.group:
         agree_on(graph, graph.ops)
-    machines = peers.each("the machines of its processes", platform.node)
     with stopwatch("price"):
+        joined, unmeasured = link_of(graph.process_groups, graph.device, peers, measure=measuring and link is None)
         known, costs, notes = peers.first("what its ops cost", priced, tuple[DeviceProfile, Costs, Notes])
     refusals = () if graph.device == "cpu" else capture_refusals(graph)
-    return Priced(graph, known, costs, refusals, tuple(dict.fromkeys(notes)))
+    return Priced(graph, known, costs, refusals, tuple(dict.fromkeys((*notes, *unmeasured))))
 
 
 def _compile(program: Program, graph: OpGraph, tensors: Sequence[Tensor]) -> None:
@@ -109,27 +110,14 @@ def _compile(program: Program, graph: OpGraph, tensors: Sequence[Tensor]) -> Non
     release_unused_memory(program.device)  # a capture, such as those that time ops, cannot take it
 
 
-def link_between(machines: Sequence[str], device: str, profile: DeviceProfile) -> Interconnect | None:
-    """What joins the devices of processes; ``None`` for what is assumed of devices of one machine.
-
-    Args:
-        machines: the name of the machine that each process runs on.
-        device: of each process.
-        profile: of the device.
+def measures(options: Options, device: str) -> bool:
+    """Whether ops of a device are timed.
 
     Example:
-        >>> from autostream.costs.device import profile_named
-        >>> link_between(["first", "second"], "cuda:0", profile_named("h200")).name
-        'infiniband'
+        >>> measures(Options(), "cuda:0"), measures(Options(), "cpu")
+        (True, False)
     """
-    if device == "cpu" or len(set(machines)) == 1:
-        return None
-    return interconnect_of(profile, "infiniband")
-
-
-def _measures(options: Options, graph: OpGraph) -> bool:
-    """Whether ops are timed."""
-    return options.costs == "measured" or (options.costs == "auto" and graph.device != "cpu")
+    return options.costs == "measured" or (options.costs == "auto" and device != "cpu")
 
 
 def capture_refusals(graph: OpGraph) -> tuple[Decision, ...]:

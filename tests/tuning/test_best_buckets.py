@@ -18,7 +18,7 @@ from autostream.frontend.reduction_buckets import in_buckets
 from autostream.options import Options
 from autostream.tuning import best_buckets as module
 from autostream.tuning.best_buckets import best_buckets
-from autostream.tuning.pricing import link_between
+from autostream.tuning.interconnect import link_between
 
 H200 = profile_named("h200")
 
