@@ -23,7 +23,7 @@ from autostream.costs.interconnects import Interconnect, interconnect_of, measur
 from autostream.costs.measured import METHOD
 from autostream.costs.measured_collectives import SIZES, all_reduce_times_us
 from autostream.costs.records import Measurements, Record, context_of
-from autostream.errors import CostError, first_line
+from autostream.errors import CostError
 from autostream.ir import Decision, DeviceProfile
 from autostream.store import Notes, key_of
 from autostream.tuning.agreement import Peers
@@ -39,7 +39,8 @@ def link_of(groups: Iterable[str], device: str, peers: Peers, *, measure: bool) 
         groups: the names of its process groups.
         device: of this process.
         peers: the processes.
-        measure: whether to measure their all-reduces, which takes less than a second the first time.
+        measure: whether to measure their all-reduces, which takes less than a second the first time. They are not
+            where there are groups of fewer processes: these may be joined by something else.
 
     Returns:
         The link, and why it could not be measured, or the times not be kept.
@@ -47,11 +48,13 @@ def link_of(groups: Iterable[str], device: str, peers: Peers, *, measure: bool) 
     Raises:
         GroupError: a process is gone.
     """
-    machines = peers.each("the machines of its processes", platform.node)
+    communicating = {ranks_of(group) for group in groups if processes_in(group) > 1}
+    measure = measure and communicating == {ranks_of(peers.group)}
+    told = peers.each("the machines of its processes", lambda: (platform.node(), measure))
+    machines = [machine for machine, _ in told]
     record: Record = {}
     notes: Notes = ()
-    communicating = {ranks_of(group) for group in groups if processes_in(group) > 1}
-    if measure and peers.group and communicating == {ranks_of(peers.group)}:
+    if peers.group and all(measures for _, measures in told):
         record, notes = _all_reduces(device, len(set(machines)), peers)
     times_us = {int(name.removesuffix("_us")): us for name, us in record.items()}
     return partial(_link, machines, device, times_us, processes_in(peers.group)), notes
@@ -100,7 +103,7 @@ def _all_reduces(device: str, machines: int, peers: Peers) -> tuple[Record, Note
         room = peers.together("memory for all-reduces", partial(_room, device), failing=CostError)
         of_all = peers.each("its all-reduces", partial(all_reduce_times_us, peers.group, room), failing=CostError)
     except CostError as error:
-        reason = f"times of collectives are estimates, for measuring failed: {first_line(error)}"
+        reason = f"times of collectives are estimates, for measuring failed: {error}"
         return {}, (*notes, Decision("", "not measured", reason))
     record = {f"{size}_us": max(times) for size, *times in zip(SIZES, *of_all, strict=True)}
     kept = partial(save, Measurements(context, records={key: record}))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import networkx as nx
@@ -32,7 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 import autostream
 from autostream.analysis.dependencies import analyze
 from autostream.backend import autostream as autostream_backend
-from autostream.costs.device import profile_named
+from autostream.costs.collectives import all_reduce_us
+from autostream.costs.device import profile_named, profile_of
+from autostream.costs.measured_collectives import all_reduce_times_us
 from autostream.costs.roofline import price
 from autostream.errors import CaptureError, FusionError, GroupError, ScheduleError, TargetError
 from autostream.frontend.all_reduces import Sizes, buckets
@@ -47,11 +50,13 @@ from autostream.scheduling.policies import POLICIES
 from autostream.scheduling.releases import place_releases
 from autostream.scheduling.synchronize import synchronize
 from autostream.scheduling.verify import verify
-from autostream.tuning import agreement, best_buckets
+from autostream.tuning import agreement, best_buckets, interconnect
 from autostream.tuning import select as selection
 from autostream.tuning import tune as tuning
+from autostream.tuning.agreement import Peers
 from autostream.tuning.best_buckets import Filled
 from autostream.tuning.candidates import variants_of
+from autostream.tuning.interconnect import link_of
 from autostream.utils.stopwatch import Stopwatch
 from tests.analysis.programs import Tape, aten
 
@@ -1157,13 +1162,62 @@ def variants_of_the_best_schedule_are_those_of_the_first(rank: int, processes: i
 
 
 def costs_that_the_first_has_measured(rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    """They are those of all; no collective is run for them."""
+    """They are those of all. Collectives are measured by all processes together."""
     step = trained_as_ddp(rank, group, costs="measured")
     (report,) = step.reports
     sources = {name: cost.source for name, cost in report.costs.items()}
-    assert {sources[name] for name in report.graph.collectives} == {"roofline"}
-    assert "measured" in sources.values()
+    assert {sources[name] for name in report.graph.collectives} == {"measured"}
+    assert {"measured", "roofline"} == set(sources.values())
     assert len({repr(each) for each in of_all(group, (report.profile, report.costs))}) == 1
+
+
+def all_reduces_that_are_measured_once(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """The first process keeps the times of the slowest, and all have them."""
+    measured = list[str]()
+
+    def counted(name: str, room: Tensor) -> list[float]:
+        measured.append(name)
+        return [us + 1e6 * rank for us in all_reduce_times_us(name, room)]
+
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
+        patch.setenv("AUTOSTREAM_CACHE_DIR", folder)
+        patch.setattr(interconnect, "all_reduce_times_us", counted)
+        found = [
+            link_of([group.group_name], "cpu", Peers(group.group_name), measure=measure)
+            for measure in (True, True, False)
+        ]
+    assert not any(notes for _, notes in found)
+    first, again, assumed = (link(profile_of("cpu")) for link, _ in found)
+    assert measured == [group.group_name]
+    assert first == again
+    assert assumed is None
+    assert all_reduce_us(1 << 20, processes, first) > 1e6 * (processes - 1)
+    assert len({repr(each) for each in of_all(group, first)}) == 1
+
+
+def all_reduces_that_cannot_be_measured(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """They are estimated, and all processes say why. Nothing is kept."""
+
+    def failing(*_: object) -> list[float]:
+        raise RuntimeError("the clock has stopped")
+
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
+        patch.setenv("AUTOSTREAM_CACHE_DIR", folder)
+        patch.setattr(interconnect, "all_reduce_times_us", failing)
+        step = trained_as_ddp(rank, group, costs="measured")
+    (report,) = step.reports
+    assert {report.costs[name].source for name in report.graph.collectives} == {"roofline"}
+    reasons = {refusal.reason for refusal in report.refusals}
+    why = f"on rank 0 of process group '{group.group_name}': RuntimeError: the clock has stopped"
+    assert f"times of collectives are estimates, for measuring failed: {why}" in reasons, reasons
+
+
+def groups_that_are_not_measured(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Collectives are estimated where one process has a group of fewer, too."""
+    pair = dist.new_group([0, 1])
+    names = [group.group_name, *([pair.group_name] if rank < 2 else [])]
+    link, notes = link_of(names, "cpu", Peers(group.group_name), measure=True)
+    assert of_all(group, (link(profile_of("cpu")), notes)) == [(None, ())] * processes
 
 
 def buckets_that_the_first_has_chosen(rank: int, processes: int, group: dist.ProcessGroup) -> None:
@@ -1484,6 +1538,8 @@ IN_TWO: dict[str, Scenario] = {
         processes_that_measure_other_times_choose_the_same,
         variants_of_the_best_schedule_are_those_of_the_first,
         costs_that_the_first_has_measured,
+        all_reduces_that_are_measured_once,
+        all_reduces_that_cannot_be_measured,
         buckets_that_the_first_has_chosen,
         buckets_that_cannot_be_planned,
         a_candidate_that_one_process_cannot_build,
@@ -1515,6 +1571,7 @@ IN_FOUR: dict[str, Scenario] = {
         rows_and_columns,
         stages_as_the_whole_model,
         processes_that_measure_other_times_choose_the_same,
+        groups_that_are_not_measured,
         a_process_dies_in_a_step,
     )
 }

@@ -43,7 +43,7 @@ def link(start_us: float, bandwidth: float) -> Interconnect:
 
 FAST = link(start_us=1.0, bandwidth=1e9)
 SLOW_TO_START = link(start_us=200.0, bandwidth=1e9)
-SLOW_TO_SEND = link(start_us=1.0, bandwidth=320e3)
+SLOW_TO_SEND = link(start_us=1.0, bandwidth=512e3)
 
 
 def chosen(traced: TracedStep, options: Options, link: Interconnect) -> list[int]:
