@@ -116,7 +116,6 @@ def _room(device: str) -> torch.Tensor:
 
 def _key(group: str, machines: int) -> str:
     """Of a group's record: what its times depend on besides the device and versions."""
-    backend = dist.get_backend(group_named(group))
-    libraries = torch.cuda.nccl.version() if backend == "nccl" else ()  # type: ignore[no-untyped-call]
+    library = torch.cuda.nccl.version() if dist.is_nccl_available() else ()  # type: ignore[no-untyped-call]
     variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("NCCL_"))
-    return key_of("all_reduce", backend, libraries, processes_in(group), machines, SIZES, variables)
+    return key_of("all_reduce", dist.get_backend(group_named(group)), library, processes_in(group), machines, variables)
