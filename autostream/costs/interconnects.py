@@ -8,6 +8,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 from autostream.errors import OptionError
@@ -59,46 +61,52 @@ class Interconnect:
 class MeasuredInterconnect(Interconnect):
     """What joins the processes of a group, by the times of its all-reduces.
 
-    Other collectives count as an all-reduce of which each process sends as much, over fewer hops.
+    Another collective counts as an all-reduce of which each process sends as much, though it may take fewer hops.
 
     Attributes:
-        hops: of the measured messages.
-        times: bytes that a device sends, and how long that takes, µs; by size.
+        times: bytes that a device sends, and how long that takes, µs, both ascending.
     """
 
-    hops: int = 0
     times: tuple[tuple[float, float], ...] = ()
 
     def message_us(self, hops: int, sent_bytes: float) -> float:
-        """The time of a message, µs: on the line between those measured, or on the last one where it is larger.
+        """The time of a message over any number of hops, µs.
+
+        It is on the line between the two measured ones next to it. Less takes as long as the smallest of these, and
+        more as many times as long as the largest as it has bytes.
 
         Example:
-            >>> link = MeasuredInterconnect("mine", 1.0, (), hops=2, times=((10.0, 5.0), (20.0, 15.0)))
-            >>> link.message_us(2, 1.0), link.message_us(2, 15.0), link.message_us(2, 30.0), link.message_us(1, 15.0)
-            (5.0, 10.0, 25.0, 9.0)
+            >>> link = MeasuredInterconnect("mine", 0.0, (), times=((10.0, 5.0), (20.0, 15.0)))
+            >>> [link.message_us(2, sent_bytes) for sent_bytes in (1.0, 15.0, 40.0)]
+            [5.0, 10.0, 30.0]
         """
-        at = min(max(1, bisect_right(self.times, (sent_bytes, 0.0))), len(self.times) - 1)
-        (less, less_us), (more, more_us) = self.times[at - 1 : at + 1]
-        share = max(0.0, (sent_bytes - less) / (more - less))
-        return max(0.0, less_us + share * (more_us - less_us) + self.hop_us * (hops - self.hops))
+        at = bisect_right(self.times, (sent_bytes, inf))
+        if at == 0:
+            return self.times[0][1]
+        less, less_us = self.times[at - 1]
+        if at == len(self.times):
+            return less_us * sent_bytes / less
+        more, more_us = self.times[at]
+        return less_us + (sent_bytes - less) / (more - less) * (more_us - less_us)
 
 
-def measured_interconnect(times_us: Mapping[int, float], processes: int, hop_us: float) -> MeasuredInterconnect:
+def measured_interconnect(times_us: Mapping[int, float], processes: int) -> MeasuredInterconnect:
     """What joins the processes of a group.
 
     Args:
-        times_us: bytes of an all-reduce, to its time; of two or more.
+        times_us: bytes of an all-reduce, to its time. One that took longer than a larger one counts for that, too.
         processes: of the group.
-        hop_us: of the interconnect that is assumed.
 
     Example:
         >>> from autostream.costs.collectives import all_reduce_us
-        >>> all_reduce_us(1536, 4, measured_interconnect({1024: 10.0, 2048: 30.0}, 4, hop_us=1.0))
-        20.0
+        >>> link = measured_interconnect({1024: 10.0, 2048: 30.0, 4096: 25.0}, 4)
+        >>> all_reduce_us(1536, 4, link), all_reduce_us(8192, 4, link)
+        (20.0, 60.0)
     """
-    hops = 2 * (processes - 1)
-    sent = sorted((hops / processes * size, us) for size, us in times_us.items())
-    return MeasuredInterconnect("measured", hop_us, (), hops, tuple(sent))
+    sizes = sorted(times_us)
+    sent = [2 * (processes - 1) / processes * size for size in sizes]
+    longest = accumulate((times_us[size] for size in sizes), max)
+    return MeasuredInterconnect("measured", 0.0, (), tuple(zip(sent, longest, strict=True)))
 
 
 _START_US = 6.6

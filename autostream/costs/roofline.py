@@ -151,7 +151,7 @@ def _estimate(
     op: Op, profile: DeviceProfile, device: str, bandwidth: float, dense_start_us: float, link: Interconnect
 ) -> OpCost:
     if op.group:
-        source = "measured" if isinstance(link, MeasuredInterconnect) else "roofline"
+        source = "measured" if "all_reduce" in op.target and isinstance(link, MeasuredInterconnect) else "roofline"
         return cost_of(op, profile, collective_us(op, link), source, share_of_collective(profile))
     if (op.device == "cpu" and device != "cpu") or op.target == WAIT:
         return OpCost(0.0, 1 / profile.multiprocessors, 0.0, "roofline")

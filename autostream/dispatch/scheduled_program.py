@@ -196,7 +196,8 @@ class ScheduledProgram:
     def report(self) -> Report:
         """The schedule that was chosen, and why."""
         report = self._report()
-        return replace(report, refusals=(*self._notes, *report.refusals, *self._copies.refusals))
+        refusals = dict.fromkeys((*self._notes, *report.refusals, *self._copies.refusals))
+        return replace(report, refusals=tuple(refusals))
 
     def undone(self, arguments: Sequence[Tensor]) -> AbstractContextManager[Restore]:
         """Restore what runs inside write of these arguments, and the random generators (:func:`undone`)."""

@@ -75,24 +75,24 @@ class Peers:
                 if cause is None:
                     raise
                 raise GroupError(f"{error}; here it has failed: {fault}") from cause
-            for rank, (fault, *_) in enumerate(told):
-                if fault:
-                    reason = f"on rank {rank} of process group {self.group!r}: {fault}"
-                    if len({launched for *_, launched in told}) > 1:  # the next ones would meet the wrong ones
-                        raise GroupError(
-                            f"{reason}, with other collectives launched than elsewhere: {_OVER}"
-                        ) from cause
-                    raise failing(reason) from cause
+            if faults := [(launched, rank, fault) for rank, (fault, _, launched) in enumerate(told) if fault]:
+                _, rank, fault = min(faults)  # those with more collectives have waited for this one
+                reason = f"on rank {rank} of process group {self.group!r}: {fault}"
+                if len({launched for *_, launched in told}) > 1:  # the next ones would meet the wrong ones
+                    raise GroupError(f"{reason}, with other collectives launched than elsewhere: {_OVER}") from cause
+                raise failing(reason) from cause
             return [value for _, value, _ in told]
         finally:
             cause = None  # its traceback has this frame, and what it was out of memory for
 
-    def first(self, what: str, do: Callable[[], Result], kind: Any) -> Result:
+    def first(
+        self, what: str, do: Callable[[], Result], kind: Any, failing: type[AutostreamError] = GroupError
+    ) -> Result:
         """What a function returns in the first process, which alone calls it; of a type that JSON can have."""
         if not self.group:
             return do()
         leads = group_named(self.group).rank() == 0
-        found: Result = decoded(kind, self.each(what, (lambda: encoded(do())) if leads else lambda: None)[0])
+        found: Result = decoded(kind, self.each(what, (lambda: encoded(do())) if leads else lambda: None, failing)[0])
         return found
 
     def together(self, what: str, do: Callable[[], Result], failing: type[AutostreamError] = GroupError) -> Result:

@@ -19,6 +19,7 @@ from functools import partial
 
 from torch import fx
 
+from autostream.analysis.effects import group_of
 from autostream.analysis.process_groups import processes_in
 from autostream.costs.collectives import all_reduce_us
 from autostream.costs.interconnects import Interconnect, interconnect_of
@@ -100,8 +101,8 @@ def in_best_buckets(program: Program, options: Options, stopwatch: Stopwatch) ->
         told = peers.each(_WHAT, lambda: [*map(str, joinable(program)), *summands(joined)])
         if len(set(map(tuple, told))) > 1:  # not all can join them
             return in_buckets(program), ()
-        groups = {each.group for each in sums_of(joined)}
-        link, _ = link_of(groups, program.device, peers, measure=measures(options, program.device))
+        groups = set(map(group_of, usual.module.graph.nodes)) - {""}
+        link, unmeasured = link_of(groups, program.device, peers, measure=measures(options, program.device))
 
         def chosen() -> tuple[Filled, Notes]:
             try:
@@ -114,7 +115,7 @@ def in_best_buckets(program: Program, options: Options, stopwatch: Stopwatch) ->
                 return (), (Decision("", "buckets", reason),)
 
         filled, notes = peers.first(_WHAT, chosen, tuple[Filled, Notes])
-    return in_buckets(joined, filled) if filled else usual, notes
+    return in_buckets(joined, filled) if filled else usual, (*unmeasured, *notes)
 
 
 def best_buckets(
@@ -134,7 +135,7 @@ def best_buckets(
         link: what processes communicate over; by default, what the device has.
     """
     sums = sums_of(program)
-    if program.device == "cpu" or all(len(each.like) == 1 for each in sums):  # what joins CPUs is an assumption
+    if program.device == "cpu" or all(len(each.like) == 1 for each in sums):  # all else was measured on GPUs
         return (), ()
     priced = price_program(usual, options, Stopwatch(), profile, link=link)
     step_us, ends = _simulated(priced, options)

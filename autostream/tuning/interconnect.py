@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -21,8 +22,8 @@ from autostream.costs.cache import load, save
 from autostream.costs.device import profile_of
 from autostream.costs.interconnects import Interconnect, interconnect_of, measured_interconnect
 from autostream.costs.measured import METHOD
-from autostream.costs.measured_collectives import SIZES, all_reduce_times_us
-from autostream.costs.records import Measurements, Record, context_of
+from autostream.costs.measured_collectives import LONGEST_US, SIZES, time_all_reduce
+from autostream.costs.records import Context, Measurements, Record, context_of
 from autostream.errors import CostError
 from autostream.ir import Decision, DeviceProfile
 from autostream.store import Notes, key_of
@@ -39,8 +40,8 @@ def link_of(groups: Iterable[str], device: str, peers: Peers, *, measure: bool) 
         groups: the names of its process groups.
         device: of this process.
         peers: the processes.
-        measure: whether to measure their all-reduces, which takes less than a second the first time. They are not
-            where there are groups of fewer processes: these may be joined by something else.
+        measure: whether to measure their all-reduces, the first time. They are not where there are groups of fewer
+            processes: these may be joined by something else.
 
     Returns:
         The link, and why it could not be measured, or the times not be kept.
@@ -55,18 +56,14 @@ def link_of(groups: Iterable[str], device: str, peers: Peers, *, measure: bool) 
     record: Record = {}
     notes: Notes = ()
     if peers.group and all(measures for _, measures in told):
-        record, notes = _all_reduces(device, len(set(machines)), peers)
+        try:
+            record, notes = _all_reduces(device, machines, peers)
+        except CostError as error:
+            reason = f"times of collectives are estimates, for measuring failed: {error}"
+            notes = (Decision("", "not measured", reason),)
     times_us = {int(name.removesuffix("_us")): us for name, us in record.items()}
-    return partial(_link, machines, device, times_us, processes_in(peers.group)), notes
-
-
-def _link(
-    machines: Sequence[str], device: str, times_us: Mapping[int, float], processes: int, profile: DeviceProfile
-) -> Interconnect | None:
-    assumed = link_between(machines, device, profile)
-    if not times_us:
-        return assumed
-    return measured_interconnect(times_us, processes, (assumed or interconnect_of(profile)).hop_us)
+    measured = measured_interconnect(times_us, processes_in(peers.group)) if times_us else None
+    return lambda profile: measured or link_between(machines, device, profile), notes
 
 
 def link_between(machines: Sequence[str], device: str, profile: DeviceProfile) -> Interconnect | None:
@@ -87,35 +84,47 @@ def link_between(machines: Sequence[str], device: str, profile: DeviceProfile) -
     return interconnect_of(profile, "infiniband")
 
 
-def _all_reduces(device: str, machines: int, peers: Peers) -> tuple[Record, Notes]:
-    """The µs of all-reduces by size, of the slowest process; none if they cannot be measured."""
-    context = context_of(device, profile_of(device), METHOD)
+def _all_reduces(device: str, machines: Sequence[str], peers: Peers) -> tuple[Record, Notes]:
+    """The µs of all-reduces by size, of the slowest process.
+
+    Raises:
+        CostError: they cannot be measured.
+    """
 
     def known() -> tuple[str, Record, Notes]:
         key = _key(peers.group, machines)
-        saved, notes = load(context)
+        saved, notes = load(_context(device))
         return key, saved.records.get(key, {}), notes
 
-    key, record, notes = peers.first("what is known of its all-reduces", known, tuple[str, Record, Notes])
+    what = "the times of its all-reduces"
+    key, record, notes = peers.first(what, known, tuple[str, Record, Notes], failing=CostError)
     if record:
         return record, notes
-    try:
-        room = peers.together("memory for all-reduces", partial(_room, device), failing=CostError)
-        of_all = peers.each("its all-reduces", partial(all_reduce_times_us, peers.group, room), failing=CostError)
-    except CostError as error:
-        reason = f"times of collectives are estimates, for measuring failed: {error}"
-        return {}, (*notes, Decision("", "not measured", reason))
-    record = {f"{size}_us": max(times) for size, *times in zip(SIZES, *of_all, strict=True)}
-    kept = partial(save, Measurements(context, records={key: record}))
-    return record, (*notes, *peers.first("the times of its all-reduces", kept, Notes))
+    room = peers.together(what, partial(_room, device), failing=CostError)
+    for size in SIZES:
+        timed = partial(time_all_reduce, peers.group, room[: size // 2])
+        us = max(peers.each(what, timed, failing=CostError))
+        record = {**record, f"{size}_us": us}
+        if us > LONGEST_US:
+            break
+
+    def kept() -> Notes:
+        return save(Measurements(_context(device), records={key: record}))
+
+    return record, (*notes, *peers.first(what, kept, Notes, failing=CostError))
 
 
 def _room(device: str) -> torch.Tensor:
     return torch.zeros(SIZES[-1] // 2, dtype=torch.bfloat16, device=device)
 
 
-def _key(group: str, machines: int) -> str:
+def _context(device: str) -> Context:
+    return context_of(device, profile_of(device), METHOD)
+
+
+def _key(group: str, machines: Sequence[str]) -> str:
     """Of a group's record: what its times depend on besides the device and versions."""
     library = torch.cuda.nccl.version() if dist.is_nccl_available() else ()  # type: ignore[no-untyped-call]
     variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("NCCL_"))
-    return key_of("all_reduce", dist.get_backend(group_named(group)), library, processes_in(group), machines, variables)
+    on_each = sorted(Counter(machines).values())
+    return key_of("all_reduce", dist.get_backend(group_named(group)), library, on_each, variables, SIZES)

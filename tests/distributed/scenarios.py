@@ -35,7 +35,8 @@ from autostream.analysis.dependencies import analyze
 from autostream.backend import autostream as autostream_backend
 from autostream.costs.collectives import all_reduce_us
 from autostream.costs.device import profile_named, profile_of
-from autostream.costs.measured_collectives import all_reduce_times_us
+from autostream.costs.interconnects import MeasuredInterconnect
+from autostream.costs.measured_collectives import LONGEST_US, SIZES, time_all_reduce
 from autostream.costs.roofline import price
 from autostream.errors import CaptureError, FusionError, GroupError, ScheduleError, TargetError
 from autostream.frontend.all_reduces import Sizes, buckets
@@ -1172,52 +1173,113 @@ def costs_that_the_first_has_measured(rank: int, processes: int, group: dist.Pro
 
 
 def all_reduces_that_are_measured_once(rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    """The first process keeps the times of the slowest, and all have them."""
-    measured = list[str]()
+    """From 4 KiB to 32 MiB. The first process keeps the times of the slowest, and all have them."""
+    sizes = list[int]()
 
-    def counted(name: str, room: Tensor) -> list[float]:
-        measured.append(name)
-        return [us + 1e6 * rank for us in all_reduce_times_us(name, room)]
+    def timed(name: str, summands: Tensor) -> float:
+        assert name == group.group_name
+        assert time_all_reduce(name, summands) > 0
+        sizes.append(summands.nbytes)
+        return summands.nbytes / 1e5 + (1e3 if rank == len(sizes) % processes else 0)
 
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
         patch.setenv("AUTOSTREAM_CACHE_DIR", folder)
-        patch.setattr(interconnect, "all_reduce_times_us", counted)
-        found = [
-            link_of([group.group_name], "cpu", Peers(group.group_name), measure=measure)
-            for measure in (True, True, False)
-        ]
-    assert not any(notes for _, notes in found)
-    first, again, assumed = (link(profile_of("cpu")) for link, _ in found)
-    assert measured == [group.group_name]
-    assert first == again
-    assert assumed is None
-    assert all_reduce_us(1 << 20, processes, first) > 1e6 * (processes - 1)
+        patch.setattr(interconnect, "time_all_reduce", timed)
+        first, again = (link_between_all(group) for _ in range(2))
+        patch.setenv("NCCL_PROTO", "LL")
+        other = link_between_all(group)
+    assert sizes == [*SIZES, *SIZES]
+    assert first == again == other
+    for size in (SIZES[0], 1 << 20, SIZES[-1]):
+        assert all_reduce_us(size, processes, first) == pytest.approx(size / 1e5 + 1e3)
     assert len({repr(each) for each in of_all(group, first)}) == 1
 
 
-def all_reduces_that_cannot_be_measured(rank: int, processes: int, group: dist.ProcessGroup) -> None:
-    """They are estimated, and all processes say why. Nothing is kept."""
+def link_between_all(group: dist.ProcessGroup) -> MeasuredInterconnect:
+    """What was measured between the processes of a group, which all say so."""
+    link, notes = link_of([group.group_name], "cpu", Peers(group.group_name), measure=True)
+    found = link(profile_of("cpu"))
+    assert not notes
+    assert isinstance(found, MeasuredInterconnect)
+    return found
 
-    def failing(*_: object) -> list[float]:
-        raise RuntimeError("the clock has stopped")
 
+def no_larger_all_reduce_than_there_is_time_for(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """Over a slow network larger ones are measured no more; they take as many times as long as they have bytes."""
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
         patch.setenv("AUTOSTREAM_CACHE_DIR", folder)
-        patch.setattr(interconnect, "all_reduce_times_us", failing)
-        step = trained_as_ddp(rank, group, costs="measured")
-    (report,) = step.reports
-    assert {report.costs[name].source for name in report.graph.collectives} == {"roofline"}
-    reasons = {refusal.reason for refusal in report.refusals}
-    why = f"on rank 0 of process group '{group.group_name}': RuntimeError: the clock has stopped"
-    assert f"times of collectives are estimates, for measuring failed: {why}" in reasons, reasons
+        patch.setattr(interconnect, "time_all_reduce", lambda _, summands: float(summands.nbytes))
+        link = link_between_all(group)
+    last = next(size for size in SIZES if size > LONGEST_US)
+    assert all_reduce_us(last, processes, link) == pytest.approx(last)
+    assert all_reduce_us(10 * last, processes, link) == pytest.approx(10 * last)
+    assert len(link.times) == SIZES.index(last) + 1
+    of_all(group, link)
+
+
+def all_reduces_that_cannot_be_measured(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """They are estimated, and all processes say why, once: one was stopped before it measured, or cannot name NCCL."""
+
+    def failing(*_: object) -> float:
+        if rank == processes - 1:
+            raise RuntimeError("the clock has stopped")
+        return 1.0
+
+    def unknown(*_: object) -> str:
+        raise RuntimeError("no such library")
+
+    last = f"rank {processes - 1} of process group '{group.group_name}': RuntimeError: the clock has stopped"
+    first = f"rank 0 of process group '{group.group_name}': RuntimeError: no such library"
+    for name, broken, who in (("time_all_reduce", failing, last), ("_key", unknown, first)):
+        with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
+            patch.setenv("AUTOSTREAM_CACHE_DIR", folder)
+            patch.setattr(interconnect, name, broken)
+            step = trained_as_ddp(rank, group, costs="measured")
+        (report,) = step.reports
+        assert {report.costs[op].source for op in report.graph.collectives} == {"roofline"}
+        reasons = [refusal.reason for refusal in report.refusals]
+        assert reasons == [f"times of collectives are estimates, for measuring failed: on {who}"], reasons
+
+
+def who_failed_first_is_named(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """It has launched fewer collectives than those that fail as they wait for it."""
+
+    def failing() -> None:
+        raise RuntimeError(f"of {rank}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "launched_in", lambda _: processes - rank)
+        with pytest.raises(GroupError, match=f"on rank {processes - 1} .* of {processes - 1}, with other collectives"):
+            Peers(group.group_name).each("something", failing)
+    of_all(group, rank)
 
 
 def groups_that_are_not_measured(rank: int, processes: int, group: dist.ProcessGroup) -> None:
     """Collectives are estimated where one process has a group of fewer, too."""
-    pair = dist.new_group([0, 1])
-    names = [group.group_name, *([pair.group_name] if rank < 2 else [])]
+    pair = dist.new_group([processes - 2, processes - 1])
+    names = [group.group_name, *([pair.group_name] if rank >= processes - 2 else [])]
     link, notes = link_of(names, "cpu", Peers(group.group_name), measure=True)
     assert of_all(group, (link(profile_of("cpu")), notes)) == [(None, ())] * processes
+
+
+def processes_of_which_one_measures(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """None does."""
+    link, notes = link_of([group.group_name], "cpu", Peers(group.group_name), measure=rank == 0)
+    assert of_all(group, (link(profile_of("cpu")), notes)) == [(None, ())] * processes
+
+
+def buckets_by_what_was_measured(rank: int, processes: int, group: dist.ProcessGroup) -> None:
+    """The first process plans buckets for the link between all."""
+    links = list[object]()
+
+    def planned(*arguments: object) -> tuple[Filled, tuple[Decision, ...]]:
+        links.append(arguments[-1])
+        return (), ()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(best_buckets, "best_buckets", planned)
+        trained_as_ddp(rank, group, costs="measured")
+    assert [type(link) for link in links] == [MeasuredInterconnect] * (rank == 0), links
 
 
 def buckets_that_the_first_has_chosen(rank: int, processes: int, group: dist.ProcessGroup) -> None:
@@ -1539,7 +1601,11 @@ IN_TWO: dict[str, Scenario] = {
         variants_of_the_best_schedule_are_those_of_the_first,
         costs_that_the_first_has_measured,
         all_reduces_that_are_measured_once,
+        no_larger_all_reduce_than_there_is_time_for,
         all_reduces_that_cannot_be_measured,
+        who_failed_first_is_named,
+        processes_of_which_one_measures,
+        buckets_by_what_was_measured,
         buckets_that_the_first_has_chosen,
         buckets_that_cannot_be_planned,
         a_candidate_that_one_process_cannot_build,

@@ -70,6 +70,16 @@ def test_early_buckets_are_best_where_sending_takes_long(traced: TracedStep) -> 
     assert "µs more are predicted than without a group" in reason
 
 
+def test_all_reduces_are_expected_to_take_longer_beside_the_backward(
+    traced: TracedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the last gradient has a bucket of its own, which would not pay if the one before took as long as alone."""
+    fast = link(start_us=5.0, bandwidth=4e6)
+    assert chosen(traced, Options(), fast) == [6, 5, 1]
+    monkeypatch.setattr(module, "_BESIDE", 1.0)
+    assert chosen(traced, Options(), fast) == [6, 6]
+
+
 def test_the_usual_buckets_stay_if_others_are_hardly_better(
     traced: TracedStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
