@@ -252,7 +252,17 @@ def colours() -> bool:
 
 def environment() -> dict[str, str]:
     """The environment variables that a measurement may depend on, in alphabetical order."""
-    prefixes = ("AUTOSTREAM_", "CUBLAS_", "CUDA_", "CUDNN_", "NVIDIA_TF32", "OMP_NUM_THREADS", "PYTORCH_", "TORCH")
+    prefixes = (
+        "AUTOSTREAM_",
+        "CUBLAS_",
+        "CUDA_",
+        "CUDNN_",
+        "NCCL_",
+        "NVIDIA_TF32",
+        "OMP_NUM_THREADS",
+        "PYTORCH_",
+        "TORCH",
+    )
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
 
 

@@ -187,6 +187,7 @@ ONLY_IN = [
             "runtime.saved_activations",
             "runtime.transfer",
             "costs.measured",
+            "costs.measured_collectives",
             "costs.microbenchmarks",
             "costs.replay_time",
             "tuning.select",

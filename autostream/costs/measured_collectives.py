@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autostream.analysis.process_groups import group_named
 from autostream.costs.replay_time import replay_us
 from autostream.runtime.capture import capture, run_first
 from autostream.runtime.streams import capture_stream
@@ -33,17 +32,17 @@ _SHORT, _LONG = 3, 9
 _CPU_RUNS = 5
 
 
-def time_all_reduce(group: str, summands: Tensor) -> float:
+def time_all_reduce(group: dist.ProcessGroup, summands: Tensor) -> float:
     """How long an all-reduce takes, µs. All processes of the group have to call this.
 
     Args:
-        group: its name.
+        group: of the processes.
         summands: zeros on the device of this process.
 
     Raises:
         RuntimeError: the device or the group failed.
     """
-    run = partial(dist.all_reduce, summands, group=group_named(group))
+    run = partial(dist.all_reduce, summands, group=group)
     return _on_cpu(run) if summands.device.type == "cpu" else _in_cuda_graphs(capture_stream(summands.device), run)
 
 

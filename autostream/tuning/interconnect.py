@@ -8,7 +8,6 @@ The times are kept, like those of ops: the next run chooses the same buckets, wh
 
 from __future__ import annotations
 
-import os
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +25,7 @@ from autostream.costs.measured_collectives import LONGEST_US, SIZES, time_all_re
 from autostream.costs.records import Context, Measurements, Record, context_of
 from autostream.errors import CostError
 from autostream.ir import Decision, DeviceProfile
+from autostream.options import environment
 from autostream.store import Notes, key_of
 from autostream.tuning.agreement import Peers
 
@@ -101,8 +101,9 @@ def _all_reduces(device: str, machines: Sequence[str], peers: Peers) -> tuple[Re
     if record:
         return record, notes
     room = peers.together(what, partial(_room, device), failing=CostError)
+    group = group_named(peers.group)
     for size in SIZES:
-        timed = partial(time_all_reduce, peers.group, room[: size // 2])
+        timed = partial(time_all_reduce, group, room[: size // 2])
         us = max(peers.each(what, timed, failing=CostError))
         record = {**record, f"{size}_us": us}
         if us > LONGEST_US:
@@ -125,6 +126,6 @@ def _context(device: str) -> Context:
 def _key(group: str, machines: Sequence[str]) -> str:
     """Of a group's record: what its times depend on besides the device and versions."""
     library = torch.cuda.nccl.version() if dist.is_nccl_available() else ()  # type: ignore[no-untyped-call]
-    variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("NCCL_"))
+    variables = [item for item in environment().items() if item[0].startswith("NCCL_")]
     on_each = sorted(Counter(machines).values())
     return key_of("all_reduce", dist.get_backend(group_named(group)), library, on_each, variables, SIZES)

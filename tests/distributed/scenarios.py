@@ -1176,9 +1176,9 @@ def all_reduces_that_are_measured_once(rank: int, processes: int, group: dist.Pr
     """From 4 KiB to 32 MiB. The first process keeps the times of the slowest, and all have them."""
     sizes = list[int]()
 
-    def timed(name: str, summands: Tensor) -> float:
-        assert name == group.group_name
-        assert time_all_reduce(name, summands) > 0
+    def timed(its_group: dist.ProcessGroup, summands: Tensor) -> float:
+        assert its_group == group
+        assert time_all_reduce(its_group, summands) > 0
         sizes.append(summands.nbytes)
         return summands.nbytes / 1e5 + (1e3 if rank == len(sizes) % processes else 0)
 
