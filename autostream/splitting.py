@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autostream.analysis.dependencies import analyze
-from autostream.analysis.segments import cut_points, ops_of, resized, segments_of, trained_bytes
+from autostream.analysis.segments import Crossing, crossings, cut_points, ops_of, resized, segments_of, trained_bytes
 from autostream.costs.device import profile_named
 from autostream.costs.interconnects import Interconnect, interconnect_of
 from autostream.costs.roofline import price
@@ -51,8 +51,11 @@ from autostream.utils.logs import Log
 
 log = Log(__name__)
 
-_TWO_EACH = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
-"""Schedules of PyTorch's in which each device has two stages; the last two cut backwards in halves."""
+_HALVED = ("InterleavedZeroBubble", "ZBVZeroBubble")
+"""Schedules of PyTorch's that cut backwards in halves."""
+
+_TWO_EACH = ("Interleaved1F1B", *_HALVED)
+"""Those in which each device has two stages."""
 
 MICROBATCHES = 4
 """A step has so many microbatches for each stage if nothing else is said: the bubble is negligible from there on (Huang
@@ -163,6 +166,32 @@ class Chain:
         inside = [name for name, (first, last) in self.calls.items() if begin <= first < last <= end]
         return tuple(name for name in inside if not any(name.startswith(f"{outer}.") for outer in inside))
 
+    def crossings(self, stages: Sequence[Stage]) -> list[Crossing]:
+        """The values that cross from one of these stages to a later one."""
+        bounds = [0, *self.cuts]
+        return crossings(self.graph, [bounds[stage.segments[0]] for stage in stages[1:]], self.names.keys())
+
+    def refusal(self, schedule: str, stages: Sequence[Stage]) -> str:
+        """Why PyTorch trains no pipeline of these stages by a schedule (seen in 2.11 and 2.13), or ``""``."""
+        if schedule == "ZBVZeroBubble" and self.graph.device == "cpu":
+            return "it fails over gloo"
+        found = self.crossings(stages)
+        for each in sorted((each for each in found if each.read > each.made + 1), key=lambda each: not each.trained):
+            skips = f"stage {each.read} reads what stage {each.made} computes ({self._place(each.op)})"
+            if each.trained:
+                return f"{skips}, and there is no backward over stages between"
+            if schedule in _TWO_EACH:
+                return f"{skips}, and only neighbours communicate"
+        kept = [each for each in found if each.kept] if schedule in _HALVED else []
+        if kept:
+            place, first = self._place(kept[0].op), kept[0].made
+            return f"stage {first} gives away what it keeps for gradients of its weights ({place}): cut elsewhere"
+        return ""
+
+    def _place(self, name: str) -> str:
+        op = self.graph.ops[name]
+        return op.source or op.target
+
     def shared(self, stages: Sequence[Stage]) -> tuple[str, ...]:
         """The trained weights that several stages read."""
         segments = self.segments
@@ -180,6 +209,8 @@ def chain_of(
         raise TargetError(f"split takes a torch.nn.Module, not {model!r}")
     if not isinstance(args, list | tuple):
         raise TargetError(f"split takes a list of example arguments, not {a_type(args)}: split(model, [x], 2)")
+    if device is not None and not isinstance(device, str | DeviceProfile):
+        raise OptionError(f'device={device!r} is not allowed: use a name such as "h200", or a measured profile')
     profile = profile_named(device) if isinstance(device, str) else device
     if costs == "measured" and profile is not None:
         raise OptionError('costs="measured" needs the device itself: leave out device, or use costs="roofline"')
@@ -285,26 +316,28 @@ def compare(chain: Chain, devices: int, microbatches: int, link: Interconnect) -
     pipeline = split_chain(chain, devices, microbatches, link)
     rows = microbatches * chain.rows
     counts = sorted({microbatches, *(n for n in (devices << k for k in range(6)) if n <= rows and rows % n == 0)})
-    cuts: dict[int, Sequence[Stage] | str] = {1: pipeline.stages}
+    cuts: dict[str, Sequence[Stage]] = dict.fromkeys(("GPipe", "1F1B"), pipeline.stages)
+    refusals: dict[str, str] = {}
     try:
-        cuts[2] = split_chain(chain, 2 * devices, microbatches, link).stages
+        cuts |= dict.fromkeys(_TWO_EACH, split_chain(chain, 2 * devices, microbatches, link).stages)
     except AutostreamError as error:
-        cuts[2] = str(error)
+        refusals = dict.fromkeys(_TWO_EACH, str(error))
+    refusals = {name: chain.refusal(name, cut) for name, cut in cuts.items()} | refusals
     runs = []
     for number in counts:
         segments = (chain if number == microbatches else chain.resized(microbatches / number)).segments
-        for each, names in ((1, ("GPipe", "1F1B")), (2, _TWO_EACH)):
-            cut = cuts[each]
-            for name in names:
-                if isinstance(cut, str):
-                    runs.append(Run(name, number, refusal=cut))
-                    continue
-                stages = [_stage(segments, stage.segments) for stage in cut]
-                try:
-                    run = _run(name, _orders(name, devices, number), stages, link)
-                except AutostreamError as error:
-                    run = Run(name, number, refusal=str(error))
-                runs.append(_fitting(run, chain.profile.memory_bytes))
+        for name, refusal in refusals.items():
+            if refusal:
+                runs.append(Run(name, number, refusal=refusal))
+                continue
+            stages = [_stage(segments, stage.segments) for stage in cuts[name]]
+            try:
+                run = _run(name, _orders(name, devices, number), stages, link)
+            except AutostreamError as error:
+                run = Run(name, number, refusal=str(error))
+            runs.append(_fitting(run, chain.profile.memory_bytes))
+    if all(run.refusal for run in runs):
+        raise TargetError(f"no schedule of PyTorch's trains {chain.model} over {devices} devices: {runs[0].refusal}")
     return Comparison(pipeline, link.name, chain.rows, tuple(runs))
 
 

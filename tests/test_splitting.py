@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from autostream.costs.device import profile_named
 from autostream.costs.interconnects import interconnect_of
 from autostream.costs.training_time import training_us
 from autostream.errors import OptionError, TargetError, TraceError
+from autostream.scheduling.partition import stages_from
 from autostream.splitting import chain_of, compare
 
 pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # from pipelining
@@ -176,8 +178,82 @@ def test_a_schedule_that_needs_more_memory_than_there_is_is_refused() -> None:
     assert comparison.best.schedule != "GPipe"
 
 
+class Masked(nn.Module):
+    """Each layer reads a mask: one that is computed from trained weights, or one that is not."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(256, 256).requires_grad_(trained)
+        self.layers = layers(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.sigmoid(self.first(x))
+        for layer in self.layers:
+            x = torch.relu(layer(x)) * mask
+        return x
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_schedules_that_pytorch_does_not_run_over_skipped_stages_are_refused(trained: bool) -> None:
+    """No backward skips a stage; with two stages on each device, no forward does. Two stages in all skip none."""
+    chain = chain_of(Masked(trained), [torch.ones(64, 256)], "h200")
+    nvlink = interconnect_of(chain.profile)
+    runs = {run.schedule: run.refusal for run in compare(chain, 2, 8, nvlink).asked()}
+    assert runs["GPipe"] == runs["1F1B"] == ""
+    why = "there is no backward over stages between" if trained else "only neighbours communicate"
+    for schedule in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"):
+        assert "stage 3 reads what stage 0 computes (" in runs[schedule]
+        assert "mask = torch.sigmoid(self.first(x))" in runs[schedule]
+        assert runs[schedule].endswith(why)
+    if trained:
+        with pytest.raises(TargetError, match="no schedule of PyTorch's trains Masked over 3 devices: stage 2 reads"):
+            compare(chain, 3, 8, nvlink)
+    else:
+        assert compare(chain, 3, 8, nvlink).best.schedule in ("GPipe", "1F1B")
+
+
+class Residual(nn.Module):
+    """x + b(a(x)), several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(256, 256)
+        self.a, self.b = layers(8), layers(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for a, b in zip(self.a, self.b, strict=True):
+            x = x + b(a(x))
+        return x
+
+
+@pytest.mark.parametrize(("inside", "refused"), [("a", False), ("b", True)])
+def test_no_zero_bubble_where_a_stage_gives_away_what_its_weights_need(inside: str, refused: bool) -> None:
+    """Before b(a(x)) both a(x) and x go to the next stage, and the gradient of a's weight needs x. PyTorch detaches it.
+
+    Seen in 2.11 and 2.13: "Trying to use a saved tensor that has been detached in-place". Before a(x), only x goes.
+    """
+    chain = chain_of(Residual(), [torch.ones(64, 256)], "h200")
+    names = [*chain.cuts.values()]
+    bounds = [0, *(1 + names.index(f"{inside}.{at}") for at in (2, 4, 6)), len(names) + 1]
+    stages = [[*stages_from(chain.segments, first)][end - first - 1] for first, end in itertools.pairwise(bounds)]
+    for schedule in ("GPipe", "1F1B", "Interleaved1F1B"):
+        assert chain.refusal(schedule, stages) == ""
+    for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
+        assert ("stage 0 gives away what it keeps" in chain.refusal(schedule, stages)) == refused
+
+
+def test_no_zero_bubble_v_over_gloo() -> None:
+    chain = chain_of(layers(8), [torch.ones(64, 256)], "cpu")
+    runs = {run.schedule: run.refusal for run in compare(chain, 2, 8, interconnect_of(chain.profile)).asked()}
+    assert runs["ZBVZeroBubble"] == "it fails over gloo"
+    assert runs["InterleavedZeroBubble"] == ""
+
+
 def test_what_cannot_be_split_is_said() -> None:
     x = torch.ones(64, 256)
+    with pytest.raises(OptionError, match='device=3 is not allowed: use a name such as "h200", or a measured profile'):
+        autostream.split(layers(4), [x], 2, device=3)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"stages=9 is not allowed: the model has 7 cut points.*use 2 to 8"):
         autostream.split(nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))), [x], 9, device="h200")
     for stages in (0, 1, "2"):

@@ -91,13 +91,59 @@ def segments_of(
     return tuple(segments)
 
 
+class Crossing(NamedTuple):
+    """A value that one stage computes and a later one reads.
+
+    Attributes:
+        op: the op that computes it.
+        made: the number of the stage that does.
+        read: that of the last stage that reads it; the model's outputs are read in the last one.
+        trained: whether it depends on weights that are trained, so that a gradient comes back for it.
+        kept: whether its own stage multiplies it by such weights, and keeps it for their gradients.
+    """
+
+    op: str
+    made: int
+    read: int
+    trained: bool
+    kept: bool
+
+
+def crossings(graph: OpGraph, begins: Sequence[int], trained: Collection[str]) -> list[Crossing]:
+    """The values that cross from a stage to a later one.
+
+    Args:
+        graph: the ops.
+        begins: the number of the first op of each stage but the first.
+        trained: the storages of the weights that are trained.
+    """
+    names, ops = [*graph.ops], [*graph.ops.values()]
+    depending = set(trained)
+    for op in ops:  # a detached value counts, too: that it has no gradient is not known here
+        if not depending.isdisjoint(op.reads) and op.dtype.startswith(_DIFFERENTIABLE):
+            depending |= op.writes
+    found = []
+    for life in _lives(graph):
+        made, read = (min(bisect_right(begins, at), len(begins)) for at in (life.made, life.read))
+        if made < read:
+            op, end = ops[life.made], [*begins, len(ops)][made]
+            readers = (other for other in ops[life.made + 1 : end] if not life.names.isdisjoint(other.reads))
+            kept = any(not other.reads.isdisjoint(trained) for other in readers)
+            found.append(Crossing(names[life.made], made, read, not depending.isdisjoint(op.writes), kept))
+    return found
+
+
+_DIFFERENTIABLE = ("float", "bfloat", "complex")
+
+
 class _Life(NamedTuple):
-    """The numbers of the ops that make a value, last write it, and last read it; and its bytes."""
+    """The numbers of the ops that make a value, last write it, and last read it; its bytes, and names."""
 
     made: int
     written: int
     read: int
     bytes: int
+    names: frozenset[str]
 
 
 def _lives(graph: OpGraph) -> list[_Life]:
@@ -107,10 +153,10 @@ def _lives(graph: OpGraph) -> list[_Life]:
     for storage in graph.storages.values():
         users = [number[name] for name in graph.users[storage.name]]
         if storage.role is Role.INTERMEDIATE and users:
-            names = {storage.name, *storage.parts}
+            names = frozenset({storage.name, *storage.parts})
             writers = [number[name] for name in graph.users[storage.name] if names & graph.ops[name].writes]
             last = len(number) if storage.escapes else users[-1]
-            lives.append(_Life(users[0], max(writers, default=users[0]), last, storage.bytes))
+            lives.append(_Life(users[0], max(writers, default=users[0]), last, storage.bytes, names))
     return lives
 
 

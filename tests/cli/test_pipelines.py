@@ -87,6 +87,17 @@ def test_what_cannot_be_planned_is_said(capsys: pytest.CaptureFixture[str], towe
     """Wrong values are those of ``autostream.split`` (tests/test_splitting.py)."""
     said = error_of(capsys, "schedule", tower, "--device", "h200", "--microbatches", "8")
     assert said == "--microbatches is of a pipeline: say over how many devices, as in --stages 4"
-    assert error_of(capsys, "schedule", tower, "--device", "h200", "--stages", "1").startswith(
-        "stages=1 is not allowed"
-    )
+    planned = ("schedule", tower, "--device", "h200", "--stages")
+    assert error_of(capsys, *planned, "1").startswith("stages=1 is not allowed")
+    assert error_of(capsys, *planned, "2", "--costs", "guessed").startswith("costs='guessed' is not allowed")
+    assert "needs the device itself" in error_of(capsys, *planned, "2", "--costs", "measured")
+    for option, value in (("--policy", "search"), ("--streams", "2"), ("--memory-budget", "2"), ("--seed", "1")):
+        assert error_of(capsys, *planned, "2", option, value).startswith(f"{option} is of streams on one device")
+
+
+def test_a_pipeline_is_planned_by_measured_times(capsys: pytest.CaptureFixture[str], tower: str) -> None:
+    steps = []
+    for costs in ("roofline", "measured"):
+        assert cli.main(["schedule", tower, "--stages", "2", "--costs", costs, "--json"]) == 0
+        steps.append(json.loads(capsys.readouterr().out)["pipeline"]["step_us"])
+    assert steps[0] != steps[1]
