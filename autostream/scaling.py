@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from autostream.costs.interconnects import LOOPBACK, NAMES, Interconnect, interconnect_of
 from autostream.costs.this_device import profile_here
 from autostream.dispatch.step_functions import StepFunction
+from autostream.errors import TargetError
 from autostream.ir import DeviceProfile, Limit
 from autostream.options import Options
 from autostream.reporting.explanation import ERRORS, spread_of
@@ -48,7 +49,7 @@ def scaled(
 
     Raises:
         OptionError: see :func:`autostream.pipeline.plan`; or there is no such interconnect.
-        TargetError: the step itself fails, or averages its gradients already.
+        TargetError: the step itself fails, averages its gradients already, or communicates in a smaller group.
         TraceError: no graph computes the whole step.
     """
     traced = (step if step.has_shards else step.over(group)).traced(batch, options, profile)
@@ -58,7 +59,9 @@ def scaled(
     reports = [traced.plan(options, profile, link)[1] for link in links]
     report = reports[0]
     assert report.graph is not None
-    communicating = map(report.graph.ops.__getitem__, report.graph.collectives)
+    communicating = [*map(report.graph.ops.__getitem__, report.graph.collectives)]
+    if fewer := sorted({op.processes for op in communicating} - {1, group.size()}):
+        raise TargetError(f"it has collectives of {fewer[0]} processes: make its groups and meshes of {group.size()}")
     room = budget_of(report.graph, of_device, report.candidates[0], options.memory_budget).room_bytes
     _, alone = step.over(False).traced(batch, options, profile).plan(replace(options, memory_budget=room), profile)
     alone_us = _alone_us(alone)

@@ -246,8 +246,8 @@ def _beginning_alike(group: ProcessGroup | Literal[False] | None, tensors: Seque
     if parallel and group:
         if any(map(is_distributed, tensors)):
             raise TargetError(
-                "data_parallel averages no gradients of DTensors: leave it out, and average those of their local "
-                "tensors after the backward, over the processes that have the same shards"
+                "data_parallel averages no gradients of DTensors: leave it out; fully_shard averages them itself, and "
+                "else average those of their local tensors after the backward, over the processes with the same shards"
             )
         agree(parallel.group, list(map(_in_words, tensors)))
         share(group, tensors)

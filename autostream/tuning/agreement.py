@@ -215,7 +215,8 @@ def check_all_there(groups: Iterable[str], error: BaseException) -> None:
 def _first_account(group: str, gone: Sequence[int], what: str) -> str:
     """Which processes have ended, as the first has found that found one."""
     who = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {', '.join(map(str, gone[:-1]))} and {gone[-1]}"
-    account = f"{who} of process group {group!r} {what}: look for an error there, or for fewer steps; {_OVER}"
+    advice = f"look there for an error, fewer steps, or a batch of another shape; {_OVER}"
+    account = f"{who} of process group {group!r} {what}: {advice}"
     known = group_named(group)
     with suppress(Exception):  # the store may have gone, too
         store = known.get_group_store()

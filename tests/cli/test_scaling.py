@@ -78,12 +78,12 @@ def initialized():
 def parallel():
     return written(torch.distributed.group.WORLD)
 
-def sharded(written=False):
+def sharded(written=False, processes=None):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh("cpu", (processes or torch.distributed.get_world_size(),))
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     adamw = torch.optim.AdamW(model.parameters())
     if not written:
@@ -101,6 +101,9 @@ def sharded(written=False):
 
 def sharded_as_written():
     return sharded(written=True)
+
+def sharded_over_four():
+    return sharded(processes=4)
 """
 
 MIB = 2**20
@@ -182,6 +185,7 @@ def test_processes_on_this_machines_cpu_talk_over_its_loopback(capsys: pytest.Ca
         (["trained", "--world", "0"], "world=0 is not allowed: use a whole number of processes from 1"),
         (["wrapped", "--world", "8"], "over its processes: give the step the model itself (its .module)"),
         (["synchronized", "--world", "8"], "itself fails at this batch (ValueError: SyncBatchNorm expected"),
+        (["sharded_over_four", "--world", "8"], "it has collectives of 4 processes: make its groups and meshes of 8"),
         (["failing", "--world", "8"], "(RuntimeError: no such rows): a plan takes one run, so give a step and a batch"),
         (["failing"], "update itself fails at this batch (RuntimeError: no such rows)"),
         (["launched", "--world", "8"], "--world makes the processes itself: call no init_process_group"),
