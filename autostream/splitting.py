@@ -172,7 +172,7 @@ class Chain:
         return crossings(self.graph, [bounds[stage.segments[0]] for stage in stages[1:]], self.names.keys())
 
     def refusal(self, schedule: str, stages: Sequence[Stage]) -> str:
-        """Why PyTorch trains no pipeline of these stages by a schedule (seen in 2.11 and 2.13), or ``""``."""
+        """Why PyTorch trains no pipeline of these stages by a schedule, or ``""``; seen in 2.13."""
         if schedule == "ZBVZeroBubble" and self.graph.device == "cpu":
             return "it fails over gloo"
         found = self.crossings(stages)
